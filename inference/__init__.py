@@ -1,0 +1,1 @@
+"""Running models on this machine. Knows nothing of the network."""

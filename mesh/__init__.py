@@ -1,0 +1,1 @@
+"""The node: everything that crosses the network."""
