@@ -1,0 +1,94 @@
+"""The control endpoint: what `meshnode status`, `peers`, `wait`, `stop` ask of the running node.
+
+It is served on a loopback port of its own, behind a token that lies in the node's home, and it also
+carries the whole public API so that the command line works whatever key the public one demands.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import Any, Protocol
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+MAX_WAIT = 24 * 3600.0  # s
+
+
+class ControlPort(Protocol):
+    """What the node lets its own user see and do. Answers are plain JSON values."""
+
+    def status(self) -> dict[str, Any]: ...
+
+    def peers(self) -> list[dict[str, Any]]: ...
+
+    def models(self) -> list[dict[str, Any]]: ...
+
+    def discovered(self) -> list[dict[str, Any]]: ...
+
+    def stop(self) -> None: ...
+
+    async def wait(self, *, peers: int, model: str | None, timeout: float) -> bool:
+        """True once so many peers are alive and the model can be used; False when time is up."""
+        ...
+
+
+class _TokenGate:
+    """Lets only requests with the token through."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            given = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
+            if not hmac.compare_digest(given, self._expected):
+                refusal = JSONResponse({"error": {"message": "wrong control token"}}, 401)
+                await refusal(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def create_control_app(node: ControlPort, api: ASGIApp, token: str) -> ASGIApp:
+    """The ASGI app of the control endpoint; ``api`` is the public API without a key of its own."""
+
+    async def status(_: Request) -> JSONResponse:
+        return JSONResponse(node.status())
+
+    async def peers(_: Request) -> JSONResponse:
+        return JSONResponse(node.peers())
+
+    async def models(_: Request) -> JSONResponse:
+        return JSONResponse(node.models())
+
+    async def discovered(_: Request) -> JSONResponse:
+        return JSONResponse(node.discovered())
+
+    async def stop(_: Request) -> JSONResponse:
+        node.stop()
+        return JSONResponse({"stopping": True})
+
+    async def wait(request: Request) -> JSONResponse:
+        query = request.query_params
+        try:
+            count = int(query.get("peers", "0"))
+            timeout = min(max(float(query.get("timeout", "60")), 0.0), MAX_WAIT)
+        except ValueError:
+            return JSONResponse({"error": {"message": "peers and timeout are numbers"}}, 400)
+        done = await node.wait(peers=count, model=query.get("model"), timeout=timeout)
+        return JSONResponse({"done": done})
+
+    routes = [
+        Route("/control/status", status),
+        Route("/control/peers", peers),
+        Route("/control/models", models),
+        Route("/control/discovered", discovered),
+        Route("/control/wait", wait),
+        Route("/control/stop", stop, methods=["POST"]),
+        Mount("/", app=api),
+    ]
+    return _TokenGate(Starlette(routes=routes), token)

@@ -1,0 +1,100 @@
+"""Talking to the node that runs in a home, through its control endpoint.
+
+A running node listens on a loopback port of its own and writes ``control.json`` (readable by its
+user only) with the URL and a token that is new at each start. Whoever can read the home can
+control the node, nobody else can; it is the same on every operating system.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from mesh.cli.exits import CommandError, Exit
+
+CONTROL_FILE = "control.json"
+MAX_CONTROL_FILE = 4096
+_START_RETRY = 0.1  # s
+
+
+class LocalNode:
+    """An HTTP client for one running node. Close it, or use :func:`local_node`."""
+
+    def __init__(self, home: Path) -> None:
+        try:
+            with (home / CONTROL_FILE).open("rb") as file:
+                control = json.loads(file.read(MAX_CONTROL_FILE))
+            url, token = str(control["url"]), str(control["token"])
+        except FileNotFoundError:
+            raise CommandError(
+                Exit.NOT_RUNNING, f"no node runs in {home}; start one with `meshnode start`"
+            ) from None
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise CommandError(
+                Exit.FAILED, f"{home / CONTROL_FILE} cannot be read: {error}"
+            ) from error
+        self.home = home
+        # The proxies of the environment are for other machines, never for our own node.
+        self.http = httpx.Client(
+            base_url=url,
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=httpx.Timeout(10.0, read=None),
+            trust_env=False,
+        )
+
+    def get(self, path: str, **query: str | int | float) -> Any:
+        return self._answer("GET", path, params=query)
+
+    def post(self, path: str, body: object = None) -> Any:
+        return self._answer("POST", path, json=body)
+
+    def _answer(self, method: str, path: str, **arguments: Any) -> Any:
+        try:
+            response = self.http.request(method, path, **arguments)
+        except httpx.TransportError as error:
+            raise CommandError(
+                Exit.NOT_RUNNING, f"the node in {self.home} does not answer: {error}"
+            ) from error
+        if response.status_code >= 400:
+            raise CommandError(Exit.FAILED, error_message(response))
+        return response.json()
+
+
+def error_message(response: httpx.Response) -> str:
+    """The message of an OpenAI-shaped error, or whatever the body says."""
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {response.status_code}: {response.text[:200]}"
+
+
+@contextmanager
+def local_node(home: Path) -> Iterator[LocalNode]:
+    node = LocalNode(home)
+    try:
+        yield node
+    finally:
+        node.http.close()
+
+
+def node_within(home: Path, timeout: float) -> LocalNode:
+    """The node of this home, which may still be starting.
+
+    A process that does not exist yet can send no event: this is the one place that looks again.
+    """
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            node = LocalNode(home)
+            node.get("/control/status")
+            return node
+        except CommandError:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(_START_RETRY)

@@ -1,0 +1,132 @@
+"""`meshnode`: the commands and their flags. What a command does lives in a module beside."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from mesh.cli.exits import CommandError, Exit
+from mesh.config import ConfigError, NodeConfig, load_config
+
+# Settings that every command knows, and those of `start`. A flag that is not given stays None, so
+# that the environment and the file can speak.
+_COMMON = ("home", "models", "log")
+_SETTINGS = tuple(NodeConfig.model_fields)
+
+
+def _add_start(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--cert", metavar="PEM", help="certificate and CA chain (default: HOME/node.pem)")
+    add("--api", metavar="HOST:PORT", help="HTTP endpoint (default 127.0.0.1:8000; port 0: any)")
+    add("--api-key", metavar="KEY", help="demanded from clients; needed beyond loopback")
+    add("--listen", metavar="MULTIADDR", action="append", help="QUIC address, repeatable")
+    add("--peer", metavar="MULTIADDR", action="append", help="a peer to dial, repeatable")
+    add("--no-mdns", dest="mdns", action="store_const", const=False, help="no search on the LAN")
+    add("--model", metavar="NAME", action="append", help="a model to serve whole, repeatable")
+    add("--stage", metavar="MODEL:FIRST-LAST", action="append", help="layers to serve, repeatable")
+    add("--device", metavar="CPU|GPU|NPU|AUTO", help="where models run (default CPU)")
+    add("--slots", type=int, metavar="N", help="sessions that an engine runs at once")
+    add("--queue", type=int, metavar="N", help="requests that may wait for a slot")
+
+
+def _add_init(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--name", required=True, help="name of this node, as in desk-7")
+    parser.add_argument("--csr", metavar="FILE", help="where to write the CSR (default: NAME.csr)")
+
+
+def _add_wait(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--peers", type=int, default=0, metavar="N", help="so many peers are alive")
+    parser.add_argument("--model", metavar="NAME", dest="wanted", help="this model can be used")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="S")
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("text", help="what to say")
+    parser.add_argument("--model", metavar="NAME", dest="wanted", help="default: any of the mesh")
+    parser.add_argument("--max-tokens", type=int, metavar="N")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--temperature", type=float)
+    parser.add_argument("--system", metavar="TEXT", help="a system message")
+    parser.add_argument("--save", metavar="FILE", help="write the response, to verify it later")
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("response", help="a saved response (JSON or SSE), or - for standard input")
+    parser.add_argument("--ca", required=True, metavar="PEM", help="the CA certificate to trust")
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    pull = actions.add_parser("pull", help="download a known name or a hub repository")
+    pull.add_argument("name")
+    take = actions.add_parser("import", help="take a folder with OpenVINO IR, or a GGUF file")
+    take.add_argument("path", type=Path)
+    take.add_argument("--name", help="default: the name of the folder or file")
+    actions.add_parser("list", help="models on this machine")
+    remove = actions.add_parser("rm", help="delete a model from this machine")
+    remove.add_argument("name")
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+# name: (help, module, function, what adds its flags)
+_Command = tuple[str, str, str, Callable[[argparse.ArgumentParser], None] | None]
+COMMANDS: dict[str, _Command] = {
+    "init": ("make a key and a request for a certificate", "setup", "init", _add_init),
+    "start": ("run the node in the foreground", "start", "start", _add_start),
+    "stop": ("stop the running node", "show", "stop", None),
+    "wait": ("return when something is true of the mesh", "show", "wait", _add_wait),
+    "status": ("this node", "show", "status", _add_json),
+    "peers": ("the nodes this one knows", "show", "peers", _add_json),
+    "models": ("the models of the mesh", "show", "models", _add_json),
+    "discover": ("nodes seen on the local network", "show", "discover", _add_json),
+    "chat": ("ask a model, streamed", "chat", "chat", _add_chat),
+    "model": ("models on this machine", "model", "model", _add_model),
+    "verify": ("check the receipt of a saved response", "setup", "verify", _add_verify),
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--home", metavar="DIR", help="where the node keeps all its state")
+    common.add_argument("--models", metavar="DIR", help="the model store of this machine")
+    common.add_argument("--log", metavar="LEVEL", help="debug, info, warning or error")
+    parser = argparse.ArgumentParser(prog="meshnode", description=__doc__)
+    parser.add_argument("--version", action="version", version=version("meshnode"))
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (help_text, _, _, add_flags) in COMMANDS.items():
+        command = commands.add_parser(name, help=help_text, parents=[common])
+        if add_flags is not None:
+            add_flags(command)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    names = _SETTINGS if options.command == "start" else _COMMON
+    flags: dict[str, Any] = {name: getattr(options, name, None) for name in names}
+    _, module, function, _ = COMMANDS[options.command]
+    try:
+        config = load_config(flags)
+        # Imported here: `meshnode status` should not wait for an inference runtime to load.
+        run = getattr(import_module(f"mesh.cli.{module}"), function)
+        return int(run(config, options))
+    except CommandError as error:
+        print(f"meshnode: {error}", file=sys.stderr)
+        return error.code
+    except ConfigError as error:
+        print(f"meshnode: {error}", file=sys.stderr)
+        return Exit.USAGE
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
