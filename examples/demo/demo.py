@@ -89,16 +89,14 @@ class Demo:
         starting = threading.Event()
 
         def copy_log() -> None:
-            assert process.stderr is not None
-            for line in process.stderr:
+            for line in process.stderr or ():
                 log.write(line)
                 log.flush()
                 if not starting.is_set():
                     print(f"  {name}: {line.rstrip()}", flush=True)
 
         threading.Thread(target=copy_log, daemon=True).start()
-        assert process.stdout is not None
-        ready = process.stdout.readline()
+        ready = process.stdout.readline() if process.stdout else ""
         starting.set()
         if not ready.startswith("ready "):
             raise SystemExit(f"demo: {name} did not start (exit code {process.wait()})")
