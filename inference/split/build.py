@@ -76,9 +76,7 @@ class _Cutter:
         reached = self._collect([result, *sinks])
         parameters += [p for p in self.model.get_parameters() if p.get_friendly_name() in reached]
         own = set(self.own)
-        variables = [
-            v for v in self.model.get_variables() if v.get_info().variable_id in own
-        ]
+        variables = [v for v in self.model.get_variables() if v.get_info().variable_id in own]
         name = f"layers-{self.first}-{self.last}"
         stage = ov.Model([result], sinks, parameters, variables, name)
         stage.validate_nodes_and_infer_types()
@@ -117,9 +115,7 @@ class _Cutter:
         if number is None:
             return  # made here: the hidden state or what a shape was rewired to
         graph_node = self.plan.graph.nodes[number]
-        foreign_state = (
-            graph_node.kind == "ReadValue" and graph_node.variable not in self.own
-        )
+        foreign_state = graph_node.kind == "ReadValue" and graph_node.variable not in self.own
         if foreign_state or self._is_upstream(number):
             raise SplitError(
                 "not_layered",

@@ -55,7 +55,9 @@ class UpstreamShapes:
                     return self._of_hidden(1)
                 offset = self._constant([small - tokens_a])
                 return self._name(ops.add(self._of_hidden(1), offset))
-        raise SplitError("unknown_shape", f"a stage needs a dimension of '{name}' ({small}/{large})")
+        raise SplitError(
+            "unknown_shape", f"a stage needs a dimension of '{name}' ({small}/{large})"
+        )
 
     def _of_hidden(self, axis: int) -> ov.Node:
         shape = self._name(ops.shape_of(self._hidden, "i64"))

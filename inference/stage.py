@@ -1,0 +1,260 @@
+"""One compiled stage: sessions in, batches of rows through, hidden states or logits out.
+
+A stage trusts nothing that it is told. Sessions' block tables live here and are never sent; what a
+batch claims about past lengths, counts and rows is checked against what the stage knows before
+anything is allocated or run. A refused batch changes nothing, and :meth:`Stage.refusal` tells
+beforehand whether one session's part of a batch would be refused, so that it can be left out for
+the sake of the others.
+
+Calls block and must come from one thread at a time: an engine gives each stage one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import openvino as ov
+from numpy.typing import NDArray
+
+from inference.blocks import BlockTables
+from inference.paged import SAMPLED_ROWS, PagedModel, StageConfig, StageRange
+
+RefusalReason = Literal[
+    "unknown_session",
+    "bad_past",  # more tokens claimed than the stage has seen
+    "bad_count",
+    "context_exceeded",
+    "out_of_blocks",
+    "bad_input",  # shape, type or value of the rows
+    "bad_rows",  # rows to sample that are not in the batch
+]
+
+
+class StageRefusal(Exception):
+    """A batch, or one session's part of it, that the stage does not run. Nothing was changed."""
+
+    def __init__(self, reason: RefusalReason, message: str, session: int | None = None) -> None:
+        super().__init__(message)
+        self.reason: RefusalReason = reason
+        self.session = session
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """``count`` rows of one session that follow its first ``past`` tokens.
+
+    ``past`` may be less than what the stage has seen: the rest is forgotten first.
+    """
+
+    session: int
+    past: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepBatch:
+    """One step: the parts' rows one after the other.
+
+    ``rows`` is int64 ``[tokens]`` (token ids, first stage) or float ``[tokens, hidden]``.
+    ``sampled`` are the row numbers, ascending, whose logits the last stage is to compute.
+    """
+
+    parts: Sequence[Part]
+    rows: NDArray[Any]
+    sampled: Sequence[int] = ()
+
+
+class Stage:
+    """A stage with its sessions. ``context_length`` bounds a session's tokens."""
+
+    def __init__(self, model: ov.Model, config: StageConfig, *, context_length: int) -> None:
+        """Compile. ``model`` is consumed. Raises :class:`inference.paged.UnsupportedModel`."""
+        self._paged = PagedModel(model, config)
+        self.config = config
+        capacity = self._paged.blocks * self._paged.block_size
+        self.context_length = min(context_length, capacity)
+        self._tables = BlockTables(self._paged.blocks, self._paged.block_size)
+
+    @classmethod
+    def read(cls, path: Path, config: StageConfig, *, context_length: int) -> Stage:
+        """Load a stage, or a whole model, from its ``.xml``."""
+        return cls(ov.Core().read_model(path), config, context_length=context_length)
+
+    @property
+    def range(self) -> StageRange:
+        return self._paged.range
+
+    @property
+    def hidden(self) -> int:
+        """Features of the rows at this stage's borders; 0 for a whole model, which has none."""
+        return self._paged.hidden
+
+    @property
+    def width(self) -> int:
+        """Features of the output: the hidden size, or the vocabulary on the last stage."""
+        return self._paged.width
+
+    @property
+    def block_size(self) -> int:
+        return self._paged.block_size
+
+    @property
+    def blocks(self) -> int:
+        return self._paged.blocks
+
+    @property
+    def block_bytes(self) -> int:
+        return self._paged.block_bytes
+
+    @property
+    def free_blocks(self) -> int:
+        return self._tables.free
+
+    @property
+    def sessions(self) -> int:
+        return len(self._tables)
+
+    def __contains__(self, session: int) -> bool:
+        return session in self._tables
+
+    def open(self, session: int) -> None:
+        self._tables.open(session)
+
+    def fork(self, source: int, target: int, length: int) -> None:
+        """Open ``target`` with the first ``length`` tokens (whole blocks) of ``source``, shared."""
+        if source not in self._tables:
+            raise StageRefusal("unknown_session", f"session {source} is not open here", source)
+        try:
+            self._tables.fork(source, target, length)
+        except ValueError as error:
+            raise StageRefusal("bad_past", str(error), target) from error
+
+    def close(self, session: int) -> None:
+        """Free the session's blocks. One that is not open is fine."""
+        self._tables.close(session)
+
+    def length(self, session: int) -> int:
+        """Tokens of the session that this stage has seen."""
+        return self._tables.length(session)
+
+    def refusal(self, part: Part) -> StageRefusal | None:
+        """Why this part alone could not run now, or None."""
+        session = part.session
+        if session not in self._tables:
+            return StageRefusal("unknown_session", f"session {session} is not open here", session)
+        seen = self._tables.length(session)
+        if not 0 <= part.past <= seen:
+            return StageRefusal(
+                "bad_past", f"session {session} is at {seen} tokens, not at {part.past}", session
+            )
+        if part.count < 1:
+            return StageRefusal("bad_count", f"{part.count} rows of session {session}", session)
+        if part.past + part.count > self.context_length:
+            return StageRefusal(
+                "context_exceeded",
+                f"session {session} would have {part.past + part.count} tokens, "
+                f"more than {self.context_length}",
+                session,
+            )
+        try:
+            cost = self._tables.cost(session, part.past, part.past + part.count)
+        except ValueError as error:
+            return StageRefusal("bad_past", str(error), session)
+        if cost > self._tables.free:
+            return StageRefusal("out_of_blocks", f"no KV blocks for session {session}", session)
+        return None
+
+    def step(self, batch: StepBatch) -> NDArray[Any]:
+        """Run a batch.
+
+        Returns hidden states ``[tokens, hidden]``, or on the last stage logits f32
+        ``[len(sampled), vocabulary]``: memory of the runtime, valid until the next step. With
+        nothing to sample the last stage still runs (its KV is needed) and gives no row. Raises
+        :class:`StageRefusal`.
+        """
+        rows = self._check(batch)
+        parts, tables = batch.parts, self._tables
+        ends: list[int] = []
+        for part in parts:
+            if part.past < tables.length(part.session):
+                tables.truncate(part.session, part.past)
+            tables.extend(part.session, part.past + part.count)
+            ends.append(part.past + part.count)
+        indices = [tables.indices(part.session) for part in parts]
+        begins = np.zeros(len(parts) + 1, np.int32)
+        np.cumsum([part.count for part in parts], out=begins[1:])
+        block_begins = np.zeros(len(parts) + 1, np.int32)
+        np.cumsum([len(table) for table in indices], out=block_begins[1:])
+        past = np.array([part.past for part in parts], np.int32)
+        positions = np.arange(len(rows), dtype=np.int64)
+        positions += np.repeat(past - begins[:-1], np.diff(begins))
+        # The head always computes one row: an empty tensor is not every plugin's friend.
+        sampled = np.array(batch.sampled or (len(rows) - 1,), np.int64)
+        output = self._paged.infer(
+            {
+                self._paged.input_name: rows,
+                "position_ids": positions,
+                "past_lens": past,
+                "subsequence_begins": begins,
+                "block_indices": np.concatenate(indices),
+                "block_indices_begins": block_begins,
+                "max_context_len": np.array(max(ends), np.int32),
+                SAMPLED_ROWS: sampled,
+            }
+        )
+        if self.range.is_last and not batch.sampled:
+            return output[:0]
+        return output
+
+    def _check(self, batch: StepBatch) -> NDArray[Any]:
+        """The rows, contiguous and of the stage's type. Raises :class:`StageRefusal`."""
+        if not batch.parts:
+            raise StageRefusal("bad_count", "a batch without parts")
+        need = 0
+        seen: set[int] = set()
+        for part in batch.parts:
+            if part.session in seen:
+                raise StageRefusal("bad_count", "a session twice in a batch", part.session)
+            seen.add(part.session)
+            refusal = self.refusal(part)
+            if refusal is not None:
+                raise refusal
+            # Blocks that a shorter session gives back are not counted on: another part may run
+            # first, and blocks are taken one part after the other.
+            need += max(0, self._tables.cost(part.session, part.past, part.past + part.count))
+        if need > self._tables.free:
+            raise StageRefusal("out_of_blocks", f"{need} blocks needed, {self.free_blocks} free")
+        total = sum(part.count for part in batch.parts)
+        rows = self._check_rows(batch.rows, total)
+        if batch.sampled and not (
+            self.range.is_last
+            and batch.sampled[0] >= 0
+            and batch.sampled[-1] < total
+            and all(a < b for a, b in zip(batch.sampled, batch.sampled[1:], strict=False))
+        ):
+            raise StageRefusal("bad_rows", "rows to sample must be ascending rows of the batch")
+        return rows
+
+    def _check_rows(self, rows: NDArray[Any], total: int) -> NDArray[Any]:
+        dtype = self._paged.input_dtype
+        if self.range.is_first:
+            if rows.ndim != 1 or len(rows) != total or not np.issubdtype(rows.dtype, np.integer):
+                raise StageRefusal("bad_input", f"{total} token ids expected, not {_like(rows)}")
+            if rows.min() < 0 or rows.max() >= self._paged.vocabulary:
+                raise StageRefusal("bad_input", "a token id outside the vocabulary")
+        else:
+            if rows.shape != (total, self.hidden) or not np.issubdtype(rows.dtype, np.floating):
+                raise StageRefusal(
+                    "bad_input", f"[{total}, {self.hidden}] floats expected, not {_like(rows)}"
+                )
+            if not np.isfinite(rows).all():
+                raise StageRefusal("bad_input", "a hidden state with values that are no numbers")
+        return np.ascontiguousarray(rows, dtype)
+
+
+def _like(rows: NDArray[Any]) -> str:
+    return f"{rows.dtype} {list(rows.shape)}"
