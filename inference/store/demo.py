@@ -30,7 +30,7 @@ _CHUNK = 4 << 20
 def fetch_demo(store: ModelStore, progress: Progress | None = None) -> ModelManifest:
     """Bring the demo model into ``store``: download, convert, add. Raises :class:`StoreError`."""
     with store.adding(DEMO_MODEL) as incoming:
-        if any(model.name == DEMO_MODEL for model in store.list()):
+        if store.has(DEMO_MODEL):
             return store.get(DEMO_MODEL)  # someone else was faster
         need_space(store.root, _NEEDED)
         if progress is not None:

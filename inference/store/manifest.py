@@ -141,10 +141,14 @@ def read_manifest(directory: Path) -> ModelManifest:
         try:
             size = (directory / file.path).stat().st_size
         except OSError:
-            raise StoreError(f"model {manifest.name} is damaged: {file.path} is missing") from None
+            raise StoreError(
+                f"model {manifest.name} is damaged ({file.path} is missing): "
+                "remove it and fetch it again"
+            ) from None
         if size != file.size:
             raise StoreError(
-                f"model {manifest.name} is damaged: {file.path} has {size} bytes, not {file.size}"
+                f"model {manifest.name} is damaged ({file.path} has {size} bytes, not "
+                f"{file.size}): remove it and fetch it again"
             )
     return manifest
 

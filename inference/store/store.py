@@ -58,7 +58,7 @@ OPTIONAL = (
 )
 _CHUNK = 4 << 20
 # Another node may be fetching the same model: that is worth waiting for.
-LOCK_TIMEOUT = 3600.0
+LOCK_TIMEOUT = 6 * 3600.0  # seconds
 
 Progress = Callable[[str, int, int], None]  # file name, bytes done, bytes in total
 
@@ -85,10 +85,14 @@ class ModelStore:
                 found.append(read_manifest(directory))
         return found
 
+    def has(self, name: str) -> bool:
+        """Whether there is a model ``name``, sound or damaged."""
+        return self._directory(name).is_dir()
+
     def get(self, name: str) -> ModelManifest:
         """The model ``name``; :class:`ModelMissing` names those that there are."""
         directory = self._directory(name)
-        if not directory.is_dir():
+        if not self.has(name):
             have = ", ".join(model.name for model in self.list()) or "none"
             raise ModelMissing(f"no model {name} in {self.root} (there: {have})")
         manifest = read_manifest(directory)
@@ -129,7 +133,7 @@ class ModelStore:
         """Delete the model ``name``. Nodes that have it loaded keep running (not on Windows)."""
         directory = self._directory(name)
         with self._lock(name):
-            if not directory.is_dir():
+            if not self.has(name):
                 raise ModelMissing(f"no model {name} in {self.root}")
             gone = self._incoming(name)
             try:
