@@ -1,0 +1,1 @@
+"""The OpenAI API: what its bodies mean, and the shapes of its answers."""

@@ -1,0 +1,74 @@
+"""The routes of the OpenAI API."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+import trio
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mesh.api.body import read_json
+from mesh.api.errors import ApiError, json_response
+from mesh.api.openai.answering import Answering
+from mesh.api.openai.shapes import make_shape
+from mesh.api.openai.translate import Ask, chat_ask, completion_ask
+from mesh.api.ports import ModelInfo, Node
+
+
+def openai_routes(node: Node, closing: trio.Event) -> list[Route]:
+    """``/v1/models``, ``/v1/chat/completions``, ``/v1/completions``."""
+
+    async def models(request: Request) -> Response:
+        listed = sorted(node.models(), key=lambda info: info.name)
+        return json_response({"object": "list", "data": [_model(info) for info in listed]})
+
+    async def model(request: Request) -> Response:
+        name = request.path_params["name"]
+        for info in node.models():
+            if info.name == name:
+                return json_response(_model(info))
+        raise ApiError(
+            404, "model_not_found", f"no node of this mesh serves {name[:256]!r}", param="model"
+        )
+
+    def completion(
+        ask_of: Callable[[dict[str, Any], Callable[[], int]], Ask],
+    ) -> Callable[[Request], Any]:
+        async def endpoint(request: Request) -> Answering:
+            ask = ask_of(await read_json(request), _draw_seed)
+            request_id = request.state.request_id
+            shape = make_shape(ask, request_id, int(time.time()))
+            return Answering(node, ask, shape, request_id, closing)
+
+        return endpoint
+
+    return [
+        Route("/v1/models", models),
+        # Names of models may contain slashes, as those of hub repositories do.
+        Route("/v1/models/{name:path}", model),
+        Route("/v1/chat/completions", completion(chat_ask), methods=["POST"]),
+        Route("/v1/completions", completion(completion_ask), methods=["POST"]),
+    ]
+
+
+def _draw_seed() -> int:
+    return secrets.randbits(63)
+
+
+def _model(info: ModelInfo) -> dict[str, Any]:
+    return {
+        "id": info.name,
+        "object": "model",
+        "created": info.created,
+        "owned_by": "mesh",
+        "mesh": {
+            "nodes": list(info.nodes),
+            "digest": info.digest,
+            "context_length": info.context_length,
+        },
+    }

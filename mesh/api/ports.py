@@ -1,0 +1,83 @@
+"""What the HTTP layer needs from the node, and nothing more.
+
+The composition root passes one object that has these methods. The HTTP layer never learns which
+node, engine or chain did the work, except from what arrives here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from inference.generation import GenerateRequest, TokenEvent
+
+
+@dataclass(frozen=True)
+class Started:
+    """A node has taken the request. Comes before the first token, and again for a successor."""
+
+    node: str  # PeerId
+
+
+@dataclass(frozen=True)
+class Completed:
+    """The record of a finished answer: the last item of a successful one, after ``finish``."""
+
+    node: str  # PeerId of who answered
+    receipt: bytes  # signed, already verified by this node
+    nodes: Sequence[str]  # PeerId of everyone who took part, in order of first appearance
+    timings: Mapping[str, float]  # seconds
+    token_ids: Sequence[int]  # the whole output, what was resumed included
+
+
+AnswerEvent = Started | TokenEvent | Completed
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A model that somebody in the mesh serves now."""
+
+    name: str
+    created: int  # seconds since 1970
+    nodes: Sequence[str]  # PeerIds of those that serve it, as replica or as a stage of a chain
+    digest: str | None = None
+    context_length: int | None = None  # tokens
+
+
+@dataclass(frozen=True)
+class Health:
+    """Whether this node can take requests. ``waiting_for`` says in words what is missing."""
+
+    peer: str
+    ready: bool
+    waiting_for: Sequence[str] = field(default=())
+
+
+class Node(Protocol):
+    """The node behind the HTTP layer."""
+
+    def answer(
+        self, request: GenerateRequest, request_id: str
+    ) -> AsyncGenerator[AnswerEvent, None]:
+        """``Started``, one or more ``TokenEvent`` of which the last has ``finish``, ``Completed``.
+
+        Raises :class:`inference.errors.GenerationError` at any point. Closing the generator or
+        cancelling its consumer stops the work, wherever it runs. ``request_id`` is unique per
+        generation (several choices of one HTTP request have different ones).
+        """
+        ...
+
+    def models(self) -> Sequence[ModelInfo]:
+        """Every model of the mesh."""
+        ...
+
+    def view(self) -> Mapping[str, Any]:
+        """This node's picture of the mesh, JSON-able."""
+        ...
+
+    def capabilities(self) -> Mapping[str, Any]:
+        """What this node itself is and holds (devices, holdings, software), JSON-able."""
+        ...
+
+    def health(self) -> Health: ...
