@@ -81,7 +81,7 @@ class BlockTables:
         if past % self.block_size and self._holders[table.blocks[keep - 1]] > 1:
             raise ValueError(f"token {past} of session {session} lies inside a shared block")
         released = table.blocks[keep : table.count].tolist()
-        return wanted - keep - sum(self._holders[block] == 1 for block in released)
+        return wanted - keep - [self._holders[block] for block in released].count(1)
 
     def extend(self, session: int, length: int) -> None:
         """Make room for ``length`` tokens in all. Raises :class:`OutOfBlocks`."""

@@ -83,7 +83,8 @@ class PagedModel:
     """A compiled stage with its KV blocks. One thread at a time may call :meth:`infer`.
 
     ``input_name`` is ``input_ids`` (int64 ``[tokens]``) or ``hidden_states`` (``[tokens, hidden]``
-    of ``input_dtype``). ``vocabulary`` is what token ids must stay below. ``width`` is the last dimension of the output: hidden size or vocabulary.
+    of ``input_dtype``). ``vocabulary`` is what token ids must stay below. ``width`` is the last
+    dimension of the output: hidden size or vocabulary.
     """
 
     def __init__(self, model: ov.Model, config: StageConfig) -> None:
@@ -203,7 +204,7 @@ def _vocabulary(model: ov.Model) -> int:
 
 
 def _bytes_of_block(port: Any) -> int:
-    count = port.get_element_type().bitwidth
+    count = int(port.get_element_type().bitwidth)
     for dimension in list(port.get_partial_shape())[1:]:
         count *= dimension.get_length()
     return -(-count // 8)
