@@ -1,0 +1,158 @@
+"""Step frames: activations from one stage to the next. A pure codec; nothing here does I/O.
+
+A frame is a small header (CBOR, beside it in the transport) and a payload of raw activations. The
+payload holds the rows of the header one after the other, each ``count`` tokens of ``hidden``
+features, little-endian, in the frame's encoding:
+
+``f16``  half floats. The default: models give the same tokens with it as uncut.
+``f32``  single floats, for frames with a value that half floats cannot hold.
+
+The sender chooses per frame. Sizes follow from the header and must match to the byte, so nothing
+is ever allocated from a number alone: an array is a view of bytes that have arrived.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
+
+from mesh.relay.refusal import Refusal
+
+STEP_KIND = "relay.step"
+MAX_ROWS = 1024  # sessions in one frame
+MAX_ROW_TOKENS = 4096  # tokens of one session in one frame
+MAX_FRAME_TOKENS = 8192
+MAX_STAGES = 64
+
+Number = Annotated[int, Field(ge=0, lt=1 << 31)]
+ChainId = Annotated[bytes, Field(min_length=16, max_length=16)]
+Encoding = Literal["f16", "f32"]
+Listed = Strict(False)  # a tuple here is a list on the wire; its items stay strict
+Seconds = Annotated[float, Field(ge=0.0, le=86400.0, allow_inf_nan=False)]
+
+_DTYPES: dict[Encoding, np.dtype[np.floating]] = {"f16": np.dtype("<f2"), "f32": np.dtype("<f4")}
+_F16_MAX = 65504.0
+# Exponent bits, by item size: all set means infinity or NaN.
+_NOT_FINITE: dict[int, tuple[np.dtype[np.unsignedinteger], int]] = {
+    2: (np.dtype("<u2"), 0x7C00),
+    4: (np.dtype("<u4"), 0x7F800000),
+}
+
+
+class Row(NamedTuple):
+    """``size`` tokens of a session from ``position`` (its tokens before that) on.
+
+    ``sample``: the last stage draws the next token from the last of them.
+    """
+
+    session: int
+    position: int
+    size: int
+    sample: bool
+
+    @property
+    def end(self) -> int:
+        return self.position + self.size
+
+
+_WireRow = Annotated[
+    tuple[
+        Number,
+        Number,
+        Annotated[int, Field(ge=1, le=MAX_ROW_TOKENS)],
+        bool,
+    ],
+    Listed,
+]
+
+
+class Wire(BaseModel):
+    """Base of everything that crosses the wire: strict, frozen, and no field that is not known."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+class StepHeader(Wire):
+    """Which rows the payload holds. ``spent`` has the compute seconds of each stage before."""
+
+    chain: ChainId
+    epoch: Number
+    step: Number
+    encoding: Encoding
+    rows: Annotated[tuple[_WireRow, ...], Listed] = Field(min_length=1, max_length=MAX_ROWS)
+    spent: Annotated[tuple[Seconds, ...], Listed] = Field((), max_length=MAX_STAGES)
+
+    @property
+    def tokens(self) -> int:
+        return sum(row[2] for row in self.rows)
+
+
+_W = TypeVar("_W", bound=Wire)
+
+
+def parse(model: type[_W], body: object) -> _W:
+    """``body`` as a ``model``; raises :class:`Refusal` ``malformed`` that says which field."""
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "it"
+        raise Refusal("malformed", f"{model.__name__}: {where}: {first['msg']}"[:512]) from None
+
+
+def rows_of(header: StepHeader) -> list[Row]:
+    """The header's rows. Raises :class:`Refusal` for a session twice, or too many tokens."""
+    rows = [Row(*row) for row in header.rows]
+    if len({row.session for row in rows}) != len(rows):
+        raise Refusal("malformed", "a session has two rows in one frame")
+    if header.tokens > MAX_FRAME_TOKENS:
+        raise Refusal("malformed", f"{header.tokens} tokens in one frame, over {MAX_FRAME_TOKENS}")
+    return rows
+
+
+def encode(hidden: NDArray[np.float32]) -> tuple[Encoding, NDArray[np.floating]]:
+    """``[tokens, hidden]`` as it goes on the wire: f16 unless a value leaves its range."""
+    # NaN fails the comparison too; as f32 it reaches the receiver as what it is, and is refused.
+    fits = bool(np.abs(hidden).max(initial=0.0) <= _F16_MAX)
+    encoding: Encoding = "f16" if fits else "f32"
+    return encoding, hidden.astype(_DTYPES[encoding])
+
+
+def decode(
+    header: StepHeader, payload: bytes | bytearray | memoryview, hidden: int
+) -> NDArray[np.floating]:
+    """The payload as ``[tokens, hidden]``, a read-only view of f16 or f32.
+
+    Raises :class:`Refusal` ``bad_size`` when the payload is not exactly what the header says.
+    Whether the values are finite is for :func:`not_finite` to say, row by row.
+    """
+    dtype = _DTYPES[header.encoding]
+    expected = header.tokens * hidden * dtype.itemsize
+    if len(payload) != expected:
+        raise Refusal(
+            "bad_size",
+            f"{header.tokens} tokens of {hidden} features in {header.encoding} are {expected} "
+            f"bytes, not {len(payload)}",
+        )
+    values = np.frombuffer(payload, dtype).reshape(-1, hidden)
+    values.flags.writeable = False
+    return values
+
+
+def not_finite(rows: list[Row], values: NDArray[np.floating]) -> set[int]:
+    """Sessions whose rows hold an infinity or NaN."""
+    unsigned, mask = _NOT_FINITE[values.dtype.itemsize]
+    bad = (values.view(unsigned) & mask) == mask
+    if not bad.any():
+        return set()
+    flagged = bad.any(axis=1)
+    found: set[int] = set()
+    start = 0
+    for row in rows:
+        if flagged[start : start + row.size].any():
+            found.add(row.session)
+        start += row.size
+    return found
