@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 
 from mesh.cli.exits import CommandError, Exit
 from mesh.cli.local import error_message, local_node
@@ -41,7 +41,7 @@ def chat(config: NodeConfig, options: argparse.Namespace) -> int:
                         sys.stdout.write(printable(text))
                         sys.stdout.flush()
                 answered_by = response.headers.get("X-Mesh-Node", "")
-        except httpx.TransportError as error:
+        except httpx2.TransportError as error:
             raise CommandError(Exit.FAILED, f"the answer broke off: {error}") from error
     print()
     print(f"answered by {answered_by}", file=sys.stderr)

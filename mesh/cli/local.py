@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 
 from mesh.cli.exits import CommandError, Exit
 
@@ -41,10 +41,10 @@ class LocalNode:
             ) from error
         self.home = home
         # The proxies of the environment are for other machines, never for our own node.
-        self.http = httpx.Client(
+        self.http = httpx2.Client(
             base_url=url,
             headers={"Authorization": f"Bearer {token}"},
-            timeout=httpx.Timeout(10.0, read=None),
+            timeout=httpx2.Timeout(10.0, read=None),
             trust_env=False,
         )
 
@@ -57,7 +57,7 @@ class LocalNode:
     def _answer(self, method: str, path: str, **arguments: Any) -> Any:
         try:
             response = self.http.request(method, path, **arguments)
-        except httpx.TransportError as error:
+        except httpx2.TransportError as error:
             raise CommandError(
                 Exit.NOT_RUNNING, f"the node in {self.home} does not answer: {error}"
             ) from error
@@ -66,7 +66,7 @@ class LocalNode:
         return response.json()
 
 
-def error_message(response: httpx.Response) -> str:
+def error_message(response: httpx2.Response) -> str:
     """The message of an OpenAI-shaped error, or whatever the body says."""
     try:
         return str(response.json()["error"]["message"])
