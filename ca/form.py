@@ -145,6 +145,9 @@ def parse_certificate(der: bytes, what: str) -> x509.Certificate:
         # When writing the whole again gives the bytes received, those are the bytes received too.
         if parsed.public_bytes(Encoding.DER) != der:
             raise CertificateError(Reason.MALFORMED, f"{what} is not in its one DER form")
+        # Names are parsed when they are first looked at, which must not be outside of here.
+        parsed.subject.public_bytes()
+        parsed.issuer.public_bytes()
         return parsed
 
     parsed = guarded(what, read)
