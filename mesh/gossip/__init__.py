@@ -1,0 +1,1 @@
+"""Adverts, membership and view, anti-entropy, revocation list spread."""
