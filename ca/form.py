@@ -70,6 +70,7 @@ _UNDERSTOOD = frozenset(
         ROLES_OID,
     }
 )
+_SIGNATURE_HEAD = b"\x03\x41\x00"  # DER of a bit string: 65 bytes, no bit of the last one unused
 _MAX_SERIAL = 1 << 159  # RFC 5280, 4.1.2.2: a positive number of at most 20 octets
 
 T = TypeVar("T")
@@ -144,6 +145,9 @@ def parse_certificate(der: bytes, what: str) -> x509.Certificate:
         # The signature is verified over bytes that the library writes again from what it has read.
         # When writing the whole again gives the bytes received, those are the bytes received too.
         if parsed.public_bytes(Encoding.DER) != der:
+            raise CertificateError(Reason.MALFORMED, f"{what} is not in its one DER form")
+        # A signature that ends in a zero bit is also read when its length is given in bits.
+        if not der.endswith(_SIGNATURE_HEAD + parsed.signature):
             raise CertificateError(Reason.MALFORMED, f"{what} is not in its one DER form")
         # Names are parsed when they are first looked at, which must not be outside of here.
         parsed.subject.public_bytes()
