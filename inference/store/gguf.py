@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
+from xml.etree import ElementTree
 
 from inference.store.errors import StoreError
 
@@ -26,6 +27,7 @@ MAX_STRING = 4 << 20  # bytes
 MAX_ARRAY = 4_000_000  # items; the largest vocabularies have 262,144
 MAX_HEADER = 512 << 20  # bytes of keys and values
 CONVERT_TIMEOUT = 3600.0  # seconds
+_CUT = 8192  # tokens, in the tokenizers that OpenVINO GenAI makes
 
 Value = int | float | bool | str
 
