@@ -125,6 +125,20 @@ def verify_crl(der: bytes, roots: Iterable[Root]) -> RevocationList:
     return guarded("the revocation list", read)
 
 
+def read_crl_file(data: bytes) -> bytes:
+    """A list in DER, unverified, from a file that holds one in PEM (as meshca writes it) or DER.
+
+    Raises CertificateError: MALFORMED.
+    """
+    if len(data) > 2 * MAX_CRL_BYTES:  # PEM takes a third more
+        raise CertificateError(Reason.MALFORMED, "too large for a revocation list")
+    if b"-----BEGIN" not in data:
+        return data
+    return guarded(
+        "the revocation list", lambda: x509.load_pem_x509_crl(data).public_bytes(Encoding.DER)
+    )
+
+
 def _signer(parsed: x509.CertificateRevocationList, roots: Iterable[Root]) -> Root:
     issuer = parsed.issuer.public_bytes()
     for root in roots:

@@ -32,3 +32,31 @@ class CertificateError(Exception):
         super().__init__(message)
         self.reason = reason
         self.message = message
+
+
+class AuthorityError(Exception):
+    """Something the CA cannot or will not do; the message is one line for its admin."""
+
+
+class NotInitialisedError(AuthorityError):
+    """There is no CA in that folder, or it is damaged."""
+
+
+class AlreadyInitialisedError(AuthorityError):
+    """There is a CA in that folder."""
+
+
+class LockedError(AuthorityError):
+    """The CA's key cannot be opened: no passphrase, or a wrong one."""
+
+
+class RefusedError(AuthorityError):
+    """A certificate that the CA does not issue; the message says what would be right."""
+
+
+class UnknownCertificateError(AuthorityError):
+    """The ledger has no certificate like that."""
+
+
+class LedgerError(AuthorityError):
+    """The ledger cannot be read or written."""

@@ -19,7 +19,11 @@ PeerId = NewType("PeerId", str)
 
 # A DNS label: it becomes a part of topics and of mDNS records.
 _NETWORK = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
-_NODE_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+# What looks like a PeerId or a serial number is no name, so that `revoke` cannot take one for
+# the other.
+_NODE_NAME = re.compile(
+    r"(?!12D3KooW)(?![0-9a-f]{40}\Z)[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+)
 NETWORK_RULE = "1 to 63 of a-z, 0-9 and -, beginning and ending with a letter or digit"
 NODE_NAME_RULE = "1 to 63 of A-Z, a-z, 0-9, '.', '_' and -, beginning and ending with A-Z, a-z, 0-9"
 
