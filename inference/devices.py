@@ -30,8 +30,8 @@ class Device:
 
     ``kind`` is CPU, GPU or NPU; ``name`` adds a number where there are several (``GPU.1``).
     ``memory_total`` and ``memory_free`` are bytes, of the machine for what shares its memory; 0
-    when unknown. ``gops`` is the vendor's peak in 10^9 operations per second for one precision, 0 when
-    unknown. ``integrated`` devices use the machine's memory.
+    when unknown. ``gops`` is the vendor's peak in 10^9 operations per second for its best
+    precision, 0 when unknown. ``integrated`` devices use the machine's memory.
     """
 
     name: str

@@ -91,6 +91,29 @@ def convert(gguf: Path) -> None:
         raise StoreError(
             f"OpenVINO wrote no model for {gguf.name}; its architecture is not supported"
         )
+    _lift_limit(gguf.parent / "openvino_tokenizer.xml")
+
+
+def _lift_limit(tokenizer: Path) -> None:
+    """Make the tokenizer that OpenVINO GenAI wrote take prompts of any length.
+
+    Whatever the model's context, it keeps the last 8,192 tokens and drops the rest without a word:
+    a ``Minimum`` with that constant. The constant is raised in the .bin file.
+    """
+    root = ElementTree.parse(tokenizer).getroot()
+    layers = {layer.get("id"): layer for layer in root.iter("layer")}
+    for edge in root.iter("edge"):
+        source, target = layers[edge.get("from-layer")], layers[edge.get("to-layer")]
+        if source.get("type") != "Const" or target.get("type") != "Minimum":
+            continue
+        constant = source.find("data")
+        if constant is None or constant.get("element_type") != "i32":
+            continue
+        with tokenizer.with_suffix(".bin").open("r+b") as weights:
+            weights.seek(int(constant.get("offset", "0")))
+            if weights.read(4) == struct.pack("<i", _CUT):
+                weights.seek(-4, 1)
+                weights.write(struct.pack("<i", 2**31 - 1))
 
 
 class _Malformed(Exception):
