@@ -1,0 +1,294 @@
+"""The lanes of a link: one long-lived stream each, opened once, shared by all calls.
+
+Opening a stream per request would cost two round trips of protocol negotiation each time. Three
+lanes keep what must not wait apart from what may: QUIC serves control first, then activations, and
+bulk gets what is left; within a lane, messages take turns piece by piece.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, Protocol
+
+import trio
+from libp2p.io.exceptions import IOException
+from libp2p.stream_muxer.exceptions import (
+    MuxedConnError,
+    MuxedStreamClosed,
+    MuxedStreamEOF,
+    MuxedStreamError,
+    MuxedStreamReset,
+)
+
+from mesh.transport.errors import LinkClosed, MalformedFrame
+from mesh.transport.frames import (
+    MAX_MESSAGES_IN_PIECES,
+    PIECE,
+    Assembler,
+    Buffer,
+    Flags,
+    Fragment,
+    Frame,
+    FrameKind,
+    FrameReader,
+    encode,
+    encode_abort,
+)
+from mesh.transport.quic.stream import MeshStream
+
+logger = logging.getLogger(__name__)
+
+_READ = 256 << 10
+_UNREAD_LIMIT = 8 << 20  # bytes that a peer may leave unread of what must be sent at once
+BROKEN = (
+    MuxedStreamClosed,
+    MuxedStreamEOF,
+    MuxedStreamError,
+    MuxedStreamReset,
+    MuxedConnError,
+    IOException,
+    trio.BrokenResourceError,
+    trio.ClosedResourceError,
+)
+
+
+class Lane(IntEnum):
+    """Which stream of a link a message takes."""
+
+    CONTROL = 0  # requests, gossip's exchanges, token streams
+    ACTIVATIONS = 1  # between the stages of a chain
+    BULK = 2  # models and other large things
+
+
+# Streams of libp2p's own protocols have 1 (quic.core.DEFAULT_PRIORITY).
+PRIORITY = {Lane.CONTROL: 0, Lane.ACTIVATIONS: 1, Lane.BULK: 3}
+
+
+class LaneStream(Protocol):
+    """A stream that takes a frame whole or not at all."""
+
+    def has_room(self) -> bool: ...
+    async def wait_room(self) -> None: ...
+    def write_now(self, parts: Sequence[Buffer]) -> None: ...
+    def unsent(self) -> int: ...
+    async def receive(self) -> list[Fragment]: ...
+    def push_back(self, fragments: list[Fragment]) -> None: ...
+    async def close(self) -> None: ...
+
+
+class _FragmentSource:
+    """Reads fragments from a stream of bytes."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._reader = FrameReader()
+        self._pushed_back: list[Fragment] = []
+        self.heard = time.monotonic()
+
+    async def receive(self) -> list[Fragment]:
+        """At least one fragment. Raises one of BROKEN at the end, MalformedFrame for no frame."""
+        if self._pushed_back:
+            fragments, self._pushed_back = self._pushed_back, []
+            return fragments
+        while True:
+            data = await self._stream.read(_READ)
+            if not data:
+                raise MuxedStreamEOF()
+            self.heard = time.monotonic()
+            fragments = self._reader.feed(data)
+            if fragments:
+                return fragments
+
+    def push_back(self, fragments: list[Fragment]) -> None:
+        """Have these given out again."""
+        self._pushed_back = fragments + self._pushed_back
+
+    async def close(self) -> None:
+        await self._stream.close()
+
+
+class DirectLaneStream(_FragmentSource):
+    """A lane's stream on a QUIC connection."""
+
+    def __init__(self, stream: MeshStream) -> None:
+        super().__init__(stream)
+        self.has_room = stream.has_room
+        self.wait_room = stream.wait_room
+        self.write_now = stream.write_now
+
+    def unsent(self) -> int:
+        return int(self._stream.muxed_conn.unacknowledged(self._stream.stream_id))
+
+
+class BufferedLaneStream(_FragmentSource):
+    """A lane's stream on any other muxed connection (a relayed one), whose writes may wait.
+
+    ``run`` moves what was written; it has to be running for anything to leave.
+    """
+
+    ROOM = 1 << 20
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._waiting = bytearray()
+        self._filled = trio.Event()
+        self._emptied = trio.Event()
+        self._broken = False
+
+    async def run(self) -> None:
+        """Write until the stream breaks. Cancel it only when nothing written still matters."""
+        try:
+            while True:
+                while not self._waiting:
+                    self._filled = trio.Event()
+                    await self._filled.wait()
+                data = bytes(self._waiting)
+                self._waiting.clear()
+                self._emptied.set()
+                await self._stream.write(data)
+        except BROKEN as error:
+            logger.debug("relayed stream: %r", error)
+            self._broken = True
+            self._emptied.set()
+
+    def has_room(self) -> bool:
+        return len(self._waiting) < self.ROOM
+
+    async def wait_room(self) -> None:
+        while not self.has_room() and not self._broken:
+            self._emptied = trio.Event()
+            await self._emptied.wait()
+
+    def write_now(self, parts: Sequence[Buffer]) -> None:
+        if self._broken:
+            raise MuxedStreamClosed()
+        for part in parts:
+            self._waiting += part
+        self._filled.set()
+
+    def unsent(self) -> int:
+        return len(self._waiting)
+
+
+class LanePort:
+    """One lane of one link: sends messages in pieces, and receives whole ones."""
+
+    def __init__(self, lane: Lane, stream: LaneStream) -> None:
+        self.lane = lane
+        self._outgoing = stream
+        self._incoming = stream
+        self._next_incoming: LaneStream | None = None
+        self._next_ready = trio.Event()
+        self._turn = trio.Lock()
+        self._long_messages = trio.Semaphore(MAX_MESSAGES_IN_PIECES)
+        self._assembler = Assembler()
+
+    # -- sending ------------------------------------------------------------------------------
+
+    async def send(
+        self,
+        kind: FrameKind,
+        number: int,
+        body: bytes = b"",
+        payload: Buffer = b"",
+        *,
+        end: bool = False,
+    ) -> None:
+        """Hand a message to the stream, in turn with others and as fast as the peer takes it.
+
+        Cancelled in the middle of a long message, it tells the peer to forget the pieces.
+        Raises LinkClosed; ValueError when the message is too large.
+        """
+        frames = encode(kind, number, body, payload, end=end)
+        try:
+            if len(body) + len(payload) <= PIECE:
+                frame = next(frames)
+                if self._turn.locked() or not self._outgoing.has_room():
+                    async with self._turn:
+                        await self._outgoing.wait_room()
+                        self._outgoing.write_now(frame)
+                else:
+                    await trio.lowlevel.checkpoint_if_cancelled()
+                    self._outgoing.write_now(frame)
+                return
+            async with self._long_messages:
+                await self._send_pieces(frames, kind, number)
+        except BROKEN as error:
+            raise LinkClosed("the link broke while sending") from error
+
+    async def _send_pieces(self, frames: Any, kind: FrameKind, number: int) -> None:
+        begun = False
+        try:
+            for frame in frames:
+                async with self._turn:  # first come, first served: that is the fairness
+                    await self._outgoing.wait_room()
+                    self._outgoing.write_now(frame)
+                begun = True
+        except trio.Cancelled:
+            if begun:
+                self._outgoing.write_now((encode_abort(kind, number),))
+            raise
+
+    def send_now(self, kind: FrameKind, number: int, body: bytes = b"") -> None:
+        """Send a short message ahead of any that wait. Raises LinkClosed, also when the peer has
+        left so much unread that it cannot be served any more."""
+        if self._outgoing.unsent() > _UNREAD_LIMIT:
+            raise LinkClosed("the peer does not read")
+        try:
+            for frame in encode(kind, number, body):
+                self._outgoing.write_now(frame)
+        except BROKEN as error:
+            raise LinkClosed("the link broke while sending") from error
+
+    # -- receiving ----------------------------------------------------------------------------
+
+    async def receive(self) -> list[Frame]:
+        """Messages that are complete, at least one. A SWITCH on the old stream is followed here.
+
+        Raises LinkClosed when the stream ended and MalformedFrame for what is no frame.
+        """
+        frames: list[Frame] = []
+        while not frames:
+            try:
+                fragments = await self._incoming.receive()
+            except BROKEN as error:
+                raise LinkClosed("the connection was lost") from error
+            for position, fragment in enumerate(fragments):
+                if fragment.kind is FrameKind.SWITCH and not fragment.flags & Flags.END:
+                    if position + 1 != len(fragments):
+                        raise MalformedFrame("something follows the switch to another connection")
+                    await self._follow_switch()
+                    frames.append(Frame(FrameKind.SWITCH, 0, b"", b""))
+                    break
+                frame = self._assembler.add(fragment)
+                if frame is not None:
+                    frames.append(frame)
+        return frames
+
+    async def _follow_switch(self) -> None:
+        while self._next_incoming is None:
+            await self._next_ready.wait()
+        self._incoming, self._next_incoming = self._next_incoming, None
+        self._next_ready = trio.Event()
+
+    # -- moving to another connection ---------------------------------------------------------
+
+    async def move(self, stream: LaneStream) -> None:
+        """Go on over ``stream``: the last frame on the old one says so, so none is lost."""
+        self._next_incoming = stream
+        self._next_ready.set()
+        async with self._turn:
+            for frame in encode(FrameKind.SWITCH, 0):
+                self._outgoing.write_now(frame)
+            self._outgoing = stream
+
+    def confirm_move(self) -> None:
+        """Tell the peer, on the new connection, that all its lanes have been followed."""
+        try:
+            for frame in encode(FrameKind.SWITCH, 0, end=True):
+                self._outgoing.write_now(frame)
+        except BROKEN as error:
+            raise LinkClosed("the link broke while moving") from error

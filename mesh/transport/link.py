@@ -1,0 +1,441 @@
+"""The link to one peer: everything two nodes say to each other.
+
+A link outlives the connection below it: it can move to another one (from a relay to a direct path)
+without losing a frame. It ends when its connection breaks, when the peer has been silent too long
+while something was awaited, or when the peer's certificate stops counting.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import trio
+
+from ca.certificate import Certificate
+from mesh.identity import PeerId
+from mesh.transport.calls import Call, Notes
+from mesh.transport.carrier import Carrier
+from mesh.transport.credit import SendCredit
+from mesh.transport.errors import (
+    DeadlineExceeded,
+    LinkClosed,
+    MalformedFrame,
+    NotAdmitted,
+    RemoteError,
+    TransportError,
+)
+from mesh.transport.frames import Buffer, Frame, FrameKind, decode_body, encode_body
+from mesh.transport.lanes import Lane, LanePort
+from mesh.transport.liveness import Liveness
+from mesh.transport.messages import Message
+from mesh.transport.serving import MAX_CALLS, CallHead, ErrorBody, ServedCall, Services
+
+logger = logging.getLogger(__name__)
+
+_MOST_NOTE_KINDS = 64
+
+
+class Link:
+    """Made by the transport; shared by all who talk to the peer."""
+
+    def __init__(
+        self,
+        *,
+        link_id: bytes,
+        peer: PeerId,
+        peer_boot: bytes,
+        certificate: Certificate,
+        carrier: Carrier,
+        services: Services,
+        liveness: Liveness,
+        clock: Callable[[], float],
+        new_certificate: Callable[[Link, object], Certificate],
+        on_down: Callable[[Link], None],
+    ) -> None:
+        self.link_id = link_id
+        self.peer = peer
+        self.peer_boot = peer_boot
+        self.certificate = certificate
+        self.offered_here = carrier.offered_here
+        self.close_reason: str | None = None
+        self._carrier = carrier
+        self._old_carrier: Carrier | None = None
+        self._switches_awaited = 0
+        self._move_confirmed = False
+        self._services = services
+        self._liveness = liveness
+        self._clock = clock
+        self._new_certificate = new_certificate
+        self._on_down = on_down
+        self._ports = {lane: LanePort(lane, stream) for lane, stream in carrier.streams.items()}
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, Call] = {}
+        self._serving: dict[int, ServedCall] = {}
+        self._notes: dict[str, Notes] = {}
+        self._note_readers: set[str] = set()
+        self._note_credit: dict[str, SendCredit] = {}
+        self._note_granted: dict[str, trio.Event] = {}
+        self._nursery: trio.Nursery | None = None
+        self._closed = trio.Event()
+        self._busy_changed = trio.Event()
+
+    # -- facts --------------------------------------------------------------------------------
+
+    @property
+    def is_up(self) -> bool:
+        return not self._closed.is_set()
+
+    @property
+    def path(self) -> str:
+        """``direct``, ``punched`` (direct, through NATs) or ``relayed``."""
+        return self._carrier.path
+
+    @property
+    def rtt(self) -> float | None:
+        """Round trip time in seconds, smoothed over pings on the control lane; None at first."""
+        return self._liveness.rtt
+
+    @property
+    def silent_for(self) -> float:
+        """Seconds since anything was heard from the peer. While calls are under way the peer is
+        asked every second, so a few seconds here mean trouble long before the link is given up."""
+        return self._clock() - self._carrier.last_heard
+
+    @property
+    def carrier(self) -> Carrier:
+        """What the link runs over at the moment."""
+        return self._carrier
+
+    def __repr__(self) -> str:
+        return f"<Link to {self.peer} {self.path}{'' if self.is_up else ' down'}>"
+
+    # -- asking -------------------------------------------------------------------------------
+
+    async def request(
+        self,
+        kind: str,
+        body: Any = None,
+        payload: Buffer = b"",
+        *,
+        lane: Lane = Lane.CONTROL,
+        timeout: float = 30.0,
+    ) -> Message:
+        """Ask and wait for the one answer.
+
+        Raises RemoteError, DeadlineExceeded, LinkClosed; ValueError when the message is too large.
+        Cancelled or late, it cancels the handler on the other side.
+        """
+        call: Call | None = None
+        with trio.move_on_after(timeout):
+            try:
+                call = await self.open(kind, body, payload, lane=lane, timeout=timeout)
+                async for answer in call:
+                    return answer
+                raise RemoteError("no_answer", f"{kind} ended without an answer")
+            except RemoteError as error:
+                if error.code == "deadline":
+                    raise DeadlineExceeded(f"{kind}: {error.message}") from error
+                raise
+            finally:
+                if call is not None:
+                    call.cancel()
+        raise DeadlineExceeded(f"no answer to {kind} in {timeout:g} s")
+
+    async def open(
+        self,
+        kind: str,
+        body: Any = None,
+        payload: Buffer = b"",
+        *,
+        lane: Lane = Lane.CONTROL,
+        timeout: float | None = None,
+    ) -> Call:
+        """Ask for a stream of answers. The result has to be closed (``aclose``).
+
+        ``timeout`` bounds the handler on the other side, in seconds.
+        """
+        self._check_up()
+        number = next(self._numbers)
+        port = self._ports[lane]
+        call = self._calls[number] = Call(self, port, number)
+        self._busy_changed.set()
+        head: dict[str, Any] = {"k": kind, "b": body}
+        if timeout is not None:
+            head["t"] = float(timeout)
+        try:
+            await port.send(FrameKind.CALL, number, encode_body(head), payload)
+        except LinkClosed as error:
+            self.down(str(error))
+            raise
+        except BaseException:
+            call.cancel()
+            raise
+        return call
+
+    @asynccontextmanager
+    async def stream(
+        self, kind: str, body: Any = None, payload: Buffer = b"", *, lane: Lane = Lane.CONTROL
+    ) -> AsyncIterator[Call]:
+        """:meth:`open` as a context; leaving it cancels the handler on the other side."""
+        call = await self.open(kind, body, payload, lane=lane)
+        try:
+            yield call
+        finally:
+            await call.aclose()
+
+    async def send(
+        self,
+        kind: str,
+        body: Any = None,
+        payload: Buffer = b"",
+        *,
+        lane: Lane = Lane.ACTIVATIONS,
+    ) -> None:
+        """Send one way. Waits while the peer's reader is behind. Raises LinkClosed, ValueError."""
+        self._check_up()
+        encoded = encode_body({"k": kind, "b": body})
+        credit = self._note_credit.setdefault(kind, SendCredit())
+        while not credit.may_send:
+            self._note_granted[kind] = trio.Event()
+            await self._note_granted[kind].wait()
+            self._check_up()
+        credit.spend(len(encoded) + len(payload))
+        try:
+            await self._ports[lane].send(FrameKind.NOTE, next(self._numbers), encoded, payload)
+        except LinkClosed as error:
+            self.down(str(error))
+            raise
+
+    @asynccontextmanager
+    async def subscribe(self, kind: str) -> AsyncIterator[Notes]:
+        """The one-way messages of ``kind``, those that came before included. One reader a kind."""
+        if kind in self._note_readers:
+            raise ValueError(f"{kind} is already being read")
+        self._check_up()
+        self._note_readers.add(kind)
+        try:
+            yield self._notes_of(kind)
+        finally:
+            self._note_readers.discard(kind)
+
+    def _check_up(self) -> None:
+        if self._closed.is_set():
+            raise LinkClosed(self.close_reason or "the link is closed")
+
+    def _notes_of(self, kind: str) -> Notes:
+        notes = self._notes.get(kind)
+        if notes is None:
+            if len(self._notes) >= _MOST_NOTE_KINDS:
+                raise MalformedFrame("too many kinds of one-way messages")
+            notes = self._notes[kind] = Notes(self, kind)
+        return notes
+
+    # -- used by calls ------------------------------------------------------------------------
+
+    def message_of(self, frame: Frame) -> Message:
+        """Decode an answer. A peer that sends what cannot be decoded is dropped."""
+        try:
+            return Message(decode_body(frame.body), frame.payload)
+        except MalformedFrame as error:
+            self.down(f"protocol violation: {error}")
+            raise LinkClosed(str(error)) from error
+
+    def call_closed(self, number: int) -> None:
+        self._calls.pop(number, None)
+
+    def call_served(self, number: int) -> None:
+        self._serving.pop(number, None)
+
+    def grant_notes(self, kind: str, amount: int) -> None:
+        try:
+            self._ports[Lane.CONTROL].send_now(
+                FrameKind.NOTE_CREDIT, 0, encode_body({"k": kind, "n": amount})
+            )
+        except LinkClosed as error:
+            self.down(str(error))
+
+    def tell(self, kind: FrameKind, body: bytes) -> None:
+        """Send a frame about the link itself."""
+        try:
+            self._ports[Lane.CONTROL].send_now(kind, 0, body)
+        except LinkClosed as error:
+            self.down(str(error))
+
+    # -- running ------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve the link until it is down."""
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                if self._closed.is_set():
+                    return
+                for port in self._ports.values():
+                    nursery.start_soon(self._read, port)
+                nursery.start_soon(self._carrier.run)
+                nursery.start_soon(self._watch)
+                await self._closed.wait()
+                nursery.cancel_scope.cancel()
+        finally:
+            self.down("shutting down")
+            self._nursery = None
+
+    def down(self, reason: str) -> None:
+        """End the link: everyone who waits on it gets LinkClosed."""
+        if self._closed.is_set():
+            return
+        self.close_reason = reason
+        self._closed.set()
+        error = LinkClosed(reason)
+        for call in list(self._calls.values()):
+            call.inbox.finish(error)
+        for notes in self._notes.values():
+            notes.inbox.finish(error)
+        for served in list(self._serving.values()):
+            served.scope.cancel()
+        for granted in self._note_granted.values():
+            granted.set()
+        self._carrier.shut(reason)
+        if self._old_carrier is not None:
+            self._old_carrier.shut(reason)
+        self._on_down(self)
+
+    async def wait_down(self) -> None:
+        await self._closed.wait()
+
+    async def _read(self, port: LanePort) -> None:
+        try:
+            while True:
+                for frame in await port.receive():
+                    self._dispatch(port, frame)
+        except LinkClosed as error:
+            self.down(self._carrier.close_reason or str(error))
+        except NotAdmitted as error:
+            self.down(f"not admitted any more: {error}")
+        except MalformedFrame as error:
+            logger.warning("peer %s broke the protocol: %s", self.peer, error)
+            self.down(f"protocol violation: {error}")
+
+    def _dispatch(self, port: LanePort, frame: Frame) -> None:
+        number = frame.number
+        match frame.kind:
+            case FrameKind.ITEM:
+                if (call := self._calls.get(number)) is not None:
+                    call.inbox.put(frame)
+                    if frame.end:
+                        call.inbox.finish()
+            case FrameKind.END:
+                if (call := self._calls.get(number)) is not None:
+                    call.inbox.finish()
+            case FrameKind.ERROR:
+                error = ErrorBody.of(frame)
+                if (call := self._calls.get(number)) is not None:
+                    call.inbox.finish(error.raised())
+            case FrameKind.CALL:
+                self._serve(port, frame)
+            case FrameKind.CREDIT:
+                if (served := self._serving.get(number)) is not None:
+                    served.grant(decode_body(frame.body))
+            case FrameKind.CANCEL:
+                if (served := self._serving.get(number)) is not None:
+                    served.scope.cancel()
+            case FrameKind.NOTE:
+                self._notes_of(CallHead.of(frame).k).inbox.put(frame)
+            case FrameKind.NOTE_CREDIT:
+                self._take_note_credit(decode_body(frame.body))
+            case FrameKind.PING:
+                port.send_now(FrameKind.PONG, number)
+            case FrameKind.PONG:
+                self._liveness.answered(number, self._clock())
+            case FrameKind.SWITCH:
+                self._switched(confirmed=frame.end)
+            case FrameKind.CERTIFICATE:
+                self.certificate = self._new_certificate(self, decode_body(frame.body))
+            case _:
+                raise MalformedFrame(f"{frame.kind.name} in the wrong place")
+
+    def _serve(self, port: LanePort, frame: Frame) -> None:
+        head = CallHead.of(frame)
+        if self._nursery is None or frame.number in self._serving:
+            raise MalformedFrame("a call number is used twice")
+        if len(self._serving) >= MAX_CALLS:
+            busy = {"code": "busy", "message": "too many calls at once", "data": {}}
+            port.send_now(FrameKind.ERROR, frame.number, encode_body(busy))
+            return
+        served = self._serving[frame.number] = ServedCall(self, port, frame.number)
+        self._busy_changed.set()
+        self._nursery.start_soon(served.run, self._services, frame, head)
+
+    def _take_note_credit(self, body: object) -> None:
+        if not isinstance(body, dict) or not isinstance(kind := body.get("k"), str):
+            raise MalformedFrame("not a grant of credit")
+        credit = self._note_credit.get(kind)
+        if credit is None:
+            raise MalformedFrame("credit for messages that were never sent")
+        credit.grant(body.get("n"))
+        if (granted := self._note_granted.get(kind)) is not None:
+            granted.set()
+
+    # -- liveness -----------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Ping the peer, often while something is under way; give up when it stays silent."""
+        while True:
+            now = self._clock()
+            busy = bool(self._calls or self._serving)
+            if self._liveness.is_dead(now, last_heard=self._carrier.last_heard, busy=busy):
+                self.down(f"no sign of life for {now - self._carrier.last_heard:.0f} s")
+                return
+            token = self._liveness.ping_due(now, busy=busy)
+            if token is not None:
+                try:
+                    self._ports[Lane.CONTROL].send_now(FrameKind.PING, token)
+                except LinkClosed as error:
+                    self.down(str(error))
+                    return
+            wait = self._liveness.next_look(now, last_heard=self._carrier.last_heard, busy=busy)
+            if not busy:
+                self._busy_changed = trio.Event()
+            with trio.move_on_after(max(wait, 0.001) if wait < math.inf else math.inf):
+                if busy:
+                    await trio.sleep_forever()
+                await self._busy_changed.wait()
+
+    # -- moving -------------------------------------------------------------------------------
+
+    async def move(self, carrier: Carrier) -> None:
+        """Go on over another connection to the same peer. No frame is lost or repeated.
+
+        Both sides do this with the two ends of one new connection.
+        """
+        if self._nursery is None or self._old_carrier is not None:
+            carrier.shut("the link cannot move now")
+            return
+        self._old_carrier, self._carrier = self._carrier, carrier
+        self._switches_awaited = len(self._ports)
+        self._move_confirmed = False
+        self._nursery.start_soon(carrier.run)
+        try:
+            for lane, port in self._ports.items():
+                await port.move(carrier.streams[lane])
+        except TransportError as error:
+            self.down(f"moving failed: {error}")
+        logger.info("link to %s moves to a %s path", self.peer, carrier.path)
+
+    def _switched(self, *, confirmed: bool) -> None:
+        """One lane has followed (or the peer says that all of its have)."""
+        if confirmed:
+            self._move_confirmed = True
+        else:
+            self._switches_awaited -= 1
+            if self._switches_awaited == 0:
+                self._ports[Lane.CONTROL].confirm_move()
+        if self._move_confirmed and self._switches_awaited <= 0 and self._old_carrier is not None:
+            # Everything of ours has arrived there, and everything of theirs here.
+            self._old_carrier.shut("the link moved to another connection")
+            self._old_carrier = None

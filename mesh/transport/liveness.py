@@ -1,0 +1,68 @@
+"""When to ping a peer, and when to give it up. Pure: times are arguments, in seconds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LivenessPolicy:
+    """Intervals in seconds."""
+
+    idle_ping: float = 25.0  # keeps NAT mappings, which the meanest routers drop after 30 s
+    busy_ping: float = 1.0  # while an answer is awaited
+    busy_silence: float = 10.0  # a peer silent for so long while busy is gone
+
+
+class Liveness:
+    """Pings of one link. ``busy`` says that calls are under way."""
+
+    def __init__(self, policy: LivenessPolicy) -> None:
+        self.rtt: float | None = None
+        self._policy = policy
+        self._tokens = itertools.count(1)
+        self._outstanding: dict[int, float] = {}
+        self._last_ping = -math.inf
+        self._busy_since: float | None = None
+
+    def _interval(self, busy: bool) -> float:
+        return self._policy.busy_ping if busy else self._policy.idle_ping
+
+    def ping_due(self, now: float, *, busy: bool) -> int | None:
+        """The token to send in a ping now, or None."""
+        if not busy:
+            self._busy_since = None
+        elif self._busy_since is None:
+            self._busy_since = now
+        if now < self._last_ping + self._interval(busy):
+            return None
+        self._last_ping = now
+        token = next(self._tokens)
+        if len(self._outstanding) >= 16:
+            self._outstanding.clear()
+        self._outstanding[token] = now
+        return token
+
+    def answered(self, token: int, now: float) -> None:
+        """A pong came."""
+        sent = self._outstanding.pop(token, None)
+        if sent is None:
+            return
+        sample = now - sent
+        self.rtt = sample if self.rtt is None else self.rtt + (sample - self.rtt) / 8
+
+    def is_dead(self, now: float, *, last_heard: float, busy: bool) -> bool:
+        """Only a busy link is given up here: an idle one is the connection's to judge."""
+        if not busy or self._busy_since is None:
+            return False
+        return now - max(last_heard, self._busy_since) >= self._policy.busy_silence
+
+    def next_look(self, now: float, *, last_heard: float, busy: bool) -> float:
+        """Seconds until :meth:`ping_due` or :meth:`is_dead` can have something to say."""
+        wait = self._last_ping + self._interval(busy) - now
+        if busy and self._busy_since is not None:
+            dead_at = max(last_heard, self._busy_since) + self._policy.busy_silence
+            wait = min(wait, dead_at - now)
+        return max(wait, 0.0)

@@ -1,0 +1,142 @@
+"""Gossip: messages to everybody, signed by their author, over py-libp2p's GossipSub.
+
+Defaults of the library that do not fit are replaced: a heartbeat of 120 s, a spam guard that drops
+the node's own messages above ten a second, and queues that lose messages of a slow subscriber after
+32. Peers enter gossip only with an admitted connection, and leave it when their last one closes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import trio
+from libp2p.custom_types import TProtocol
+from libp2p.peer.id import ID
+from libp2p.pubsub.gossipsub import GossipSub
+from libp2p.pubsub.pubsub import Pubsub
+from libp2p.pubsub.pubsub_notifee import PubsubNotifee
+from libp2p.tools.anyio_service import background_trio_service
+
+from mesh.identity import PeerId
+
+logger = logging.getLogger(__name__)
+
+Validator = Callable[[PeerId, bytes], bool]
+
+MAX_MESSAGE = 64 << 10  # bytes of one message; adverts are 4 KB
+_QUEUE = 1024  # messages that wait for a subscriber of ours
+
+
+class _Members(PubsubNotifee):
+    """Tells Pubsub of peers, not of connections: a peer with a second one is still there."""
+
+    async def connected(self, network: Any, conn: Any) -> None:
+        if len(network.get_connections(conn.muxed_conn.peer_id)) <= 1:
+            await super().connected(network, conn)
+
+    async def disconnected(self, network: Any, conn: Any) -> None:
+        await super().disconnected(network, conn)
+        if network.get_connections(conn.muxed_conn.peer_id):
+            await super().connected(network, conn)  # its stream may have been on the closed one
+
+
+class Topics:
+    """Publish and subscribe. Run it in :meth:`running`."""
+
+    def __init__(self, host: Any) -> None:
+        router = GossipSub(
+            protocols=[TProtocol("/meshsub/1.1.0")],
+            degree=6,
+            degree_low=4,
+            degree_high=12,
+            heartbeat_interval=1,
+            spam_protection_enabled=False,
+        )
+        self._pubsub = Pubsub(
+            host, router, strict_signing=True, max_inbound_rpc_size=4 * MAX_MESSAGE
+        )
+        self._router = router
+        network = host.get_network()
+        for notifee in list(network.notifees):
+            if type(notifee) is PubsubNotifee:
+                network.remove_notifee(notifee)
+                network.register_notifee(
+                    _Members(notifee.initiator_peers_queue, notifee.dead_peers_queue)
+                )
+        self._subscribers: dict[str, list[trio.MemorySendChannel[tuple[PeerId, bytes]]]] = {}
+        self._nursery: trio.Nursery | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with background_trio_service(self._pubsub), background_trio_service(self._router):
+            await self._pubsub.wait_until_ready()
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                yield
+                nursery.cancel_scope.cancel()
+
+    async def publish(self, topic: str, data: bytes) -> None:
+        """Send to all subscribers of ``topic``. Raises ValueError when it is too large."""
+        if len(data) > MAX_MESSAGE:
+            raise ValueError(f"a gossip message of {len(data)} bytes; the limit is {MAX_MESSAGE}")
+        await self._pubsub.publish(topic, data)
+
+    @asynccontextmanager
+    async def subscribe(
+        self, topic: str, validator: Validator
+    ) -> AsyncIterator[AsyncIterator[tuple[PeerId, bytes]]]:
+        """Messages of ``topic`` with their authors, our own left out.
+
+        ``validator`` decides on each before it is passed on to anybody; a topic has one, set by its
+        latest subscription. A reader that falls more than 1024 messages behind loses new ones.
+        """
+        if self._nursery is None:
+            raise RuntimeError("gossip is not running")
+        send, receive = trio.open_memory_channel[tuple[PeerId, bytes]](_QUEUE)
+        self._pubsub.set_topic_validator(topic, self._checked(validator), False)
+        readers = self._subscribers.get(topic)
+        if readers is None:
+            readers = self._subscribers[topic] = []
+            subscription = await self._pubsub.subscribe(topic)
+            self._nursery.start_soon(self._spread, subscription, readers)
+        readers.append(send)
+        try:
+            async with receive:
+                yield receive
+        finally:
+            readers.remove(send)
+            send.close()
+
+    async def _spread(self, subscription: Any, readers: list[Any]) -> None:
+        """Hand each message to all readers at once, so that the library's queue never fills."""
+        own = self._pubsub.my_id.to_bytes()
+        while True:
+            message = await subscription.get()
+            if message.from_id == own:
+                continue
+            item = PeerId(ID(message.from_id).to_base58()), bytes(message.data)
+            for reader in readers:
+                try:
+                    reader.send_nowait(item)
+                except (trio.WouldBlock, trio.BrokenResourceError):
+                    logger.warning("a subscriber is too slow and loses gossip messages")
+
+    def _checked(self, validator: Validator) -> Callable[[ID, Any], bool]:
+        own = self._pubsub.my_id.to_bytes()
+
+        def check(forwarder: ID, message: Any) -> bool:
+            if len(message.data) > MAX_MESSAGE:
+                return False
+            if message.from_id == own:
+                return bool(forwarder.to_bytes() == own)
+            try:
+                author = PeerId(ID(message.from_id).to_base58())
+                return validator(author, bytes(message.data))
+            except Exception:
+                logger.exception("a gossip validator failed")
+                return False
+
+        return check

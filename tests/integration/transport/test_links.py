@@ -1,0 +1,323 @@
+"""Two and three transports over loopback QUIC: calls, streams, one-way messages, events."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+import trio
+
+from mesh.transport import (
+    DeadlineExceeded,
+    DialError,
+    Lane,
+    LinkClosed,
+    LinkDown,
+    LinkUp,
+    Message,
+    RemoteError,
+    Request,
+)
+
+
+async def echo(request: Request) -> Message:
+    return request.message
+
+
+def test_request_and_answer(network: Any) -> None:
+    async def main() -> None:
+        async with network.open("a") as a, network.open("b") as b:
+            b.serve("echo", echo)
+            link = await a.connect(b.addresses[0])
+            for size in (0, 1, 10_240, 1 << 20, 20 << 20):
+                payload = os.urandom(size)
+                answer = await link.request("echo", {"size": size}, payload, lane=Lane.BULK)
+                assert answer.body == {"size": size}
+                assert answer.payload == payload
+            assert link.path == "direct"
+            assert link.rtt is not None and link.rtt < 1
+            assert link.certificate.name == "b"
+
+    trio.run(main)
+
+
+def test_handler_sees_who_asks(network: Any) -> None:
+    async def main() -> None:
+        async with network.open("a") as a, network.open("b") as b:
+
+            async def who(request: Request) -> Message:
+                return Message([request.peer, request.certificate.name])
+
+            b.serve("who", who)
+            link = await a.connect(b.addresses[0])
+            assert (await link.request("who")).body == [a.peer_id, "a"]
+
+    trio.run(main)
+
+
+def test_both_sides_ask_over_one_link(network: Any) -> None:
+    async def main() -> None:
+        async with network.open("a") as a, network.open("b") as b, b.events() as events:
+            a.serve("echo", echo)
+            b.serve("echo", echo)
+            there = await a.connect(b.addresses[0])
+            up = await anext(events)
+            assert isinstance(up, LinkUp)
+            back = up.link
+            assert back.peer == a.peer_id
+            assert (await there.request("echo", 1)).body == 1
+            assert (await back.request("echo", 2)).body == 2
+
+    trio.run(main)
+
+
+def test_errors_travel(network: Any) -> None:
+    async def main() -> None:
+        async with network.open("a") as a, network.open("b") as b:
+
+            async def refuse(request: Request) -> Message:
+                raise RemoteError("full", "no room", {"slots": 0})
+
+            async def crash(request: Request) -> Message:
+                raise KeyError("secret detail")
+
+            b.serve("refuse", refuse)
+            b.serve("crash", crash)
+            link = await a.connect(b.addresses[0])
+            with pytest.raises(RemoteError) as refused:
+                await link.request("refuse")
+            assert (refused.value.code, refused.value.message) == ("full", "no room")
+            assert refused.value.data == {"slots": 0}
+            with pytest.raises(RemoteError) as crashed:
+                await link.request("crash")
+            assert crashed.value.code == "internal"
+            assert "secret" not in str(crashed.value)
+            with pytest.raises(RemoteError) as unknown:
+                await link.request("nothing")
+            assert unknown.value.code == "unknown_kind"
+
+    trio.run(main)
+
+
+def test_stream_is_held_back_by_its_reader(network: Any) -> None:
+    async def main() -> None:
+        made = 0
+        async with network.open("a") as a, network.open("b") as b:
+
+            async def count(request: Request) -> AsyncGenerator[Message, None]:
+                nonlocal made
+                for number in range(100):
+                    made += 1
+                    yield Message(number, bytes(65_536))
+
+            b.serve_stream("count", count)
+            link = await a.connect(b.addresses[0])
+            async with link.stream("count") as call:
+                assert (await anext(call)).body == 0
+                await trio.sleep(0.3)
+                assert made < 20  # about a window of 512 KiB
+                rest = [message.body async for message in call]
+            assert rest == list(range(1, 100))
+
+    trio.run(main)
+
+
+def test_leaving_a_stream_cancels_its_handler(network: Any) -> None:
+    async def main() -> None:
+        async with network.open("a") as a, network.open("b") as b:
+            stopped = trio.Event()
+
+            async def forever(request: Request) -> AsyncGenerator[Message, None]:
+                try:
+                    while True:
+                        yield Message("tick")
+                        await trio.sleep(0.01)
+                finally:
+                    stopped.set()
+
+            b.serve_stream("forever", forever)
+            link = await a.connect(b.addresses[0])
+            async with link.stream("forever") as call:
+                await anext(call)
+            with trio.fail_after(2):
+                await stopped.wait()
+
+    trio.run(main)
+
+
+def test_call_can_live_in_an_async_generator(network: Any) -> None:
+    async def main() -> None:
+        async with network.open("a") as a, network.open("b") as b:
+
+            async def three(request: Request) -> AsyncGenerator[Message, None]:
+                for number in range(3):
+                    yield Message(number)
+
+            b.serve_stream("three", three)
+            link = await a.connect(b.addresses[0])
+
+            async def numbers() -> AsyncGenerator[int, None]:
+                call = await link.open("three")
+                try:
+                    async for message in call:
+                        yield message.body
+                finally:
+                    await call.aclose()
+
+            assert [number async for number in numbers()] == [0, 1, 2]
+
+    trio.run(main)
+
+
+def test_late_answer_is_a_deadline_and_cancels(network: Any) -> None:
+    async def main() -> None:
+        async with network.open("a") as a, network.open("b") as b:
+            cancelled = trio.Event()
+
+            async def slow(request: Request) -> Message:
+                try:
+                    await trio.sleep_forever()
+                finally:
+                    cancelled.set()
+
+            b.serve("slow", slow)
+            link = await a.connect(b.addresses[0])
+            with pytest.raises(DeadlineExceeded):
+                await link.request("slow", timeout=0.2)
+            with trio.fail_after(2):
+                await cancelled.wait()
+
+    trio.run(main)
+
+
+def test_one_way_messages_wait_for_their_reader(network: Any) -> None:
+    async def main() -> None:
+        async with network.open("a") as a, network.open("b") as b, b.events() as events:
+            link = await a.connect(b.addresses[0])
+            up = await anext(events)
+            assert isinstance(up, LinkUp)
+
+            async def send() -> None:
+                for number in range(200):
+                    await link.send("rows", number, number.to_bytes(2, "big") * 10_000)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(send)
+                await trio.sleep(0.2)
+                async with up.link.subscribe("rows") as rows:
+                    for number in range(200):
+                        row = await anext(rows)
+                        assert row.body == number
+                        assert row.payload == number.to_bytes(2, "big") * 10_000
+
+    trio.run(main)
+
+
+def test_link_down_reaches_everybody_who_waits(network: Any) -> None:
+    async def main() -> None:
+        async with network.open("a") as a, a.events() as events:
+            async with network.open("b") as b:
+
+                async def never(request: Request) -> Message:
+                    await trio.sleep_forever()
+                    raise AssertionError
+
+                b.serve("never", never)
+                link = await a.connect(b.addresses[0])
+                assert isinstance(await anext(events), LinkUp)
+                errors: list[Exception] = []
+
+                async def ask() -> None:
+                    try:
+                        await link.request("never")
+                    except LinkClosed as error:
+                        errors.append(error)
+
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(ask)
+                    await trio.sleep(0.1)
+                    b._shut_links()
+            with trio.fail_after(2):
+                down = await anext(events)
+            assert isinstance(down, LinkDown)
+            assert down.peer == b.peer_id
+            assert len(errors) == 1
+            assert not link.is_up
+            assert a.link(b.peer_id) is None
+
+    trio.run(main)
+
+
+def test_simultaneous_dials_leave_one_link(network: Any) -> None:
+    async def main() -> None:
+        async with network.open("a") as a, network.open("b") as b:
+            a.serve("echo", echo)
+            b.serve("echo", echo)
+            for _ in range(5):
+                got: list[Any] = []
+
+                async def dial(one: Any, other: Any, got: list[Any] = got) -> None:
+                    got.append(await one.connect(other.addresses[0]))
+
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(dial, a, b)
+                    nursery.start_soon(dial, b, a)
+                await trio.sleep(0.1)
+                assert len(got) == 2
+                ours, theirs = a.link(b.peer_id), b.link(a.peer_id)
+                assert ours is not None and theirs is not None
+                assert ours.link_id == theirs.link_id
+                assert (await ours.request("echo", 1)).body == 1
+                assert (await theirs.request("echo", 2)).body == 2
+                assert len(a._quic.endpoint.connections) == 1
+                assert len(b._quic.endpoint.connections) == 1
+                ours.down("once more")
+                await trio.sleep(0.2)
+
+    trio.run(main)
+
+
+def test_gossip_reaches_all_and_names_its_author(network: Any) -> None:
+    async def main() -> None:
+        async with network.open("a") as a, network.open("b") as b, network.open("c") as c:
+            await a.connect(b.addresses[0])
+            await b.connect(c.addresses[0])
+            refused = []
+
+            def valid(author: str, data: bytes) -> bool:
+                if data == b"bad":
+                    refused.append(author)
+                    return False
+                return True
+
+            async with (
+                a.subscribe("news", valid) as at_a,
+                b.subscribe("news", valid),
+                c.subscribe("news", valid) as at_c,
+            ):
+                await trio.sleep(1.5)
+                await a.publish("news", b"bad")
+                await a.publish("news", b"hello")
+                with trio.fail_after(5):
+                    assert await anext(at_c) == (a.peer_id, b"hello")
+                await c.publish("news", b"answer")
+                with trio.fail_after(5):
+                    assert await anext(at_a) == (c.peer_id, b"answer")
+                assert set(refused) == {a.peer_id}
+
+    trio.run(main)
+
+
+def test_nobody_there(network: Any) -> None:
+    async def main() -> None:
+        async with network.open("a") as a, network.open("b") as b:
+            address = b.addresses[0]
+            gone = address.replace(
+                address.split("/")[4], "9"
+            )  # the discard port, where nobody listens
+            with pytest.raises(DialError):
+                await a.connect(gone, timeout=0.5)
+
+    trio.run(main)
