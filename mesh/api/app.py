@@ -31,17 +31,15 @@ DRAIN_SECONDS = 5.0
 def create_app(
     node: Node, *, api_key: str | None = None, closing: trio.Event | None = None
 ) -> Starlette:
-    """The application that serves ``node``; must run under trio.
+    """The application that serves ``node``; made and run under trio.
 
     ``api_key`` None means: reachable over loopback only (the caller sees to that, see
     :func:`mesh.api.server.open_listeners`). When ``closing`` is set, answers under way end with an
     error that says that this node stops.
     """
+    closing = trio.Event() if closing is None else closing
     app = Starlette(
-        routes=[
-            *openai_routes(node, closing or trio.Event()),
-            *_node_routes(node),
-        ],
+        routes=[*openai_routes(node, closing), *_node_routes(node)],
         middleware=[Middleware(Envelope), Middleware(Guard, api_key=api_key)],
         exception_handlers={HTTPException: _http_error, ApiError: _api_error},
     )
@@ -86,7 +84,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """What Starlette's router raises: no such path, no such method."""
     if not isinstance(error, HTTPException):
         raise error
-    path, method = request.url.path[:200], request.method
+    # Not `request.url`: that is built from the Host header, which may be anything.
+    path, method = request.scope["path"][:200], request.method
     if error.status_code == 404:
         found = ApiError(404, "unknown_url", f"there is nothing at {path}")
     elif error.status_code == 405:
@@ -144,7 +143,12 @@ class _Exchange:
             self.started = True
             await self._drain()
             MutableHeaders(scope=message)["x-mesh-request"] = self.request_id
-        await self._send(message)
+        # With the last part of a response hypercorn reports the end of the exchange, just as if the
+        # client had left, and then makes the connection ready for the next one. Whoever cancels
+        # work on that report must not cancel that: the connection would never be used or closed.
+        last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        with trio.CancelScope(shield=last):
+            await self._send(message)
 
     async def _drain(self) -> None:
         drained = 0

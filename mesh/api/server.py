@@ -176,7 +176,7 @@ class _Server:
         self._streams.add(stream)
         try:
             state = ConnectionState({})
-            await TCPServer(self._app, self._config, self._context, state, stream).run()
+            await _Connection(self._app, self._config, self._context, state, stream).run()
         except Exception:
             logger.exception("an HTTP connection failed")
         finally:
@@ -197,6 +197,14 @@ class _Server:
     def cut_off(self) -> None:
         for stream in self._streams:
             stream.socket.close()
+
+
+class _Connection(TCPServer):  # type: ignore[misc]
+    """A connection that is over when the client has closed it, not a keep-alive timeout later."""
+
+    async def _read_data(self) -> None:
+        await super()._read_data()
+        await self.idle_task.stop()
 
 
 class _PatientStream:

@@ -160,7 +160,6 @@ class Answering:
     async def _deliver_stream(
         self, source: trio.MemoryReceiveChannel[_Item], output: _Output
     ) -> None:
-        opened: set[int] = set()
         running = len(self._choices)
         while running:
             item = await self._next(source, output)
@@ -169,12 +168,13 @@ class Answering:
             if token is not None:
                 if not output.streaming:
                     await output.start_stream(self._nodes_header())
-                chunks: list[Json | None] = []
-                if item.index not in opened:
-                    opened.add(item.index)
-                    chunks.append(self._shape.opening(item.index))
-                chunks.append(self._shape.delta(item.index, token))
-                await output.events([self._shape.chunk(chunk) for chunk in chunks if chunk])
+                    # All of them, in order: clients that put chunks together learn from these
+                    # how many choices there are.
+                    openings = [self._shape.opening(index) for index in range(len(self._choices))]
+                    await output.events([self._shape.chunk(one) for one in openings if one])
+                delta = self._shape.delta(item.index, token)
+                if delta is not None:
+                    await output.events([self._shape.chunk(delta)])
             elif item.event is None and choice.finish is not None:
                 # Only now, after its record, is a choice known to have ended well.
                 running -= 1

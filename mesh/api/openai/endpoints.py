@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mesh.api.body import read_json
+from mesh.api.body import BodyReader
 from mesh.api.errors import ApiError, json_response
 from mesh.api.openai.answering import Answering
 from mesh.api.openai.shapes import make_shape
@@ -22,6 +22,7 @@ from mesh.api.ports import ModelInfo, Node
 
 def openai_routes(node: Node, closing: trio.Event) -> list[Route]:
     """``/v1/models``, ``/v1/chat/completions``, ``/v1/completions``."""
+    bodies = BodyReader()
 
     async def models(request: Request) -> Response:
         listed = sorted(node.models(), key=lambda info: info.name)
@@ -40,7 +41,7 @@ def openai_routes(node: Node, closing: trio.Event) -> list[Route]:
         ask_of: Callable[[dict[str, Any], Callable[[], int]], Ask],
     ) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Answering:
-            ask = ask_of(await read_json(request), _draw_seed)
+            ask = ask_of(await bodies.read_json(request), _draw_seed)
             request_id = request.state.request_id
             shape = make_shape(ask, request_id, int(time.time()))
             return Answering(node, ask, shape, request_id, closing)

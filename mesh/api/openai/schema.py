@@ -120,7 +120,7 @@ class ChatRequest(_Common):
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
     response_format: TextFormat | None = None
-    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=1)] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, min_length=1)] | None = None
     verbosity: Literal["medium"] | None = None
     tools: _Nothing | None = None
     functions: _Nothing | None = None

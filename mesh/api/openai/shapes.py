@@ -58,7 +58,7 @@ class Shape(ABC):
 
     @abstractmethod
     def opening(self, index: int) -> Json | None:
-        """The choice that a stream begins with, where its kind has such a thing."""
+        """What a stream says of a choice before its first text; None: nothing."""
 
     @abstractmethod
     def delta(self, index: int, event: TokenEvent) -> Json | None:
