@@ -1,0 +1,187 @@
+"""The serving side: other nodes' requests, run here.
+
+Token events go out one frame each, the moment they exist; between them goes a beat when there is
+nothing else to say. Each generation runs in a task of its own under :meth:`ForwardServer.serving`, so
+that waiting for a token can be given up (to send a beat) without disturbing the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+
+import trio
+
+from ca.naming import Role
+from inference.errors import GenerationError
+from inference.generation import GenerateRequest, TokenEvent
+from mesh.forward.execution import Execution, Run
+from mesh.forward.liveness import BEAT_SECONDS
+from mesh.forward.wire import (
+    BEAT,
+    KIND,
+    WireError,
+    read_call,
+    write_cut,
+    write_event,
+    write_receipt,
+)
+from mesh.identity import Identity
+from mesh.transport import Message, RemoteError, Request, Transport
+
+_log = logging.getLogger(__name__)
+
+_Item = TokenEvent | GenerationError
+
+
+@dataclass(eq=False)
+class _Session:
+    """A generation that is running for a peer."""
+
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+
+class ForwardServer:
+    """Runs requests for peers whose certificate allows them to send work.
+
+    ``find`` gives what is to run a request, or raises GenerationError (``model_not_found``).
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        find: Callable[[GenerateRequest], Run],
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._identity = identity
+        self._find = find
+        self._clock = clock
+        self._nursery: trio.Nursery | None = None
+        self._sessions: set[_Session] = set()
+        self._idle = trio.Event()
+        self._idle.set()
+        self._leaving = False
+
+    @property
+    def active(self) -> int:
+        """How many generations are running for peers."""
+        return len(self._sessions)
+
+    @asynccontextmanager
+    async def serving(self, transport: Transport) -> AsyncIterator[None]:
+        """Serve inside; leaving the context ends what is still running. Enter it once."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            transport.serve_stream(KIND, self.handle)
+            yield
+            nursery.cancel_scope.cancel()
+
+    async def leave(self, patience: float) -> None:
+        """Take no new work, let running work end for ``patience`` seconds, then hand over the rest.
+
+        A session that is handed over goes on at another node from its last token; this node signs
+        for its part.
+        """
+        self._leaving = True
+        with trio.move_on_after(patience):
+            await self._idle.wait()
+        for session in self._sessions:
+            session.scope.cancel()
+        await self._idle.wait()
+
+    async def handle(self, request: Request) -> AsyncGenerator[Message, None]:
+        """One call: beats and token events, then the end with its receipt."""
+        execution, wanted = self._admit(request)
+        yield Message(BEAT)  # before anything that takes time
+        nursery = self._nursery
+        if nursery is None:
+            raise RemoteError("overloaded", "the node is starting")
+        session = _Session()
+        self._sessions.add(session)
+        self._idle = trio.Event()
+        # No buffer: an engine that is faster than the link waits for it, and no token waits here.
+        send, receive = trio.open_memory_channel[_Item](0)
+        try:
+            nursery.start_soon(_pump, execution, wanted, send, session.scope)
+            position = execution.position
+            async with receive:
+                while True:
+                    item: _Item | None = None
+                    with trio.move_on_after(BEAT_SECONDS):
+                        try:
+                            item = await receive.receive()
+                        except trio.EndOfChannel:
+                            item = GenerationError("node_lost", "the node is leaving")
+                    if item is None:
+                        yield Message(BEAT)
+                    elif isinstance(item, GenerationError):
+                        receipt = execution.cut()
+                        yield Message(write_cut(item), write_receipt(receipt) if receipt else b"")
+                        return
+                    else:
+                        yield _message(position, item, execution)
+                        position += item.token_id is not None
+                        if item.finish is not None:
+                            return
+        finally:
+            session.scope.cancel()
+            self._sessions.discard(session)
+            if not self._sessions:
+                self._idle.set()
+
+    def _admit(self, request: Request) -> tuple[Execution, GenerateRequest]:
+        if Role.USE not in request.certificate.roles:
+            raise RemoteError("forbidden", "the certificate does not allow to send work")
+        if Role.SERVE not in self._identity.certificate.roles:
+            raise RemoteError("forbidden", "this node's certificate does not allow it to serve")
+        if self._leaving:
+            raise RemoteError("node_lost", "the node is leaving")
+        try:
+            wanted, assignment = read_call(request.message.body, request.message.payload)
+            run = self._find(wanted)
+        except WireError as error:
+            raise RemoteError("malformed", str(error)[:1000]) from error
+        except GenerationError as error:
+            raise RemoteError(
+                error.code,
+                error.message,
+                {"param": error.param, "retry_after": error.retry_after},
+            ) from error
+        _log.debug("response %s: running for %s", assignment.response, request.peer)
+        execution = Execution(
+            run, assignment, entry=request.peer, identity=self._identity, clock=self._clock
+        )
+        return execution, wanted
+
+
+async def _pump(
+    execution: Execution,
+    request: GenerateRequest,
+    send: trio.MemorySendChannel[_Item],
+    scope: trio.CancelScope,
+) -> None:
+    """Run the engine, pass on what it makes, and keep its failures from the other sessions."""
+    with scope:
+        async with send:
+            try:
+                async with aclosing(execution.generate(request)) as events:
+                    async for event in events:
+                        await send.send(event)
+            except trio.BrokenResourceError:
+                return  # the caller has gone
+            except GenerationError as error:
+                await send.send(error)
+            except Exception:
+                _log.exception("a generation failed")
+                await send.send(GenerationError("engine_failed", "the node's engine failed"))
+
+
+def _message(position: int, event: TokenEvent, execution: Execution) -> Message:
+    receipt = execution.receipt if event.finish is not None else None
+    return Message(
+        write_event(position, event), write_receipt(receipt) if receipt is not None else b""
+    )
