@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtensionOID, SignatureAlgorithmOID
 
 from ca.errors import CertificateError, Reason
-from ca.form import Root, guarded
+from ca.form import Root, check_exact, guarded
 
 # An entry takes about 40 bytes and goes once its certificate has expired, so this is room for more
 # than 6,000 nodes revoked within one certificate's life.
@@ -89,10 +89,7 @@ def verify_crl(der: bytes, roots: Iterable[Root]) -> RevocationList:
 
     def read() -> RevocationList:
         parsed = x509.load_der_x509_crl(bytes(der))
-        if parsed.public_bytes(Encoding.DER) != der:  # see ca.form.parse_certificate
-            raise CertificateError(
-                Reason.MALFORMED, "the revocation list is not in its one DER form"
-            )
+        check_exact(parsed, der, "the revocation list")
         if parsed.signature_algorithm_oid != SignatureAlgorithmOID.ED25519:
             raise CertificateError(
                 Reason.MALFORMED, "the revocation list is not signed with Ed25519"

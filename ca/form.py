@@ -130,6 +130,21 @@ def guarded(what: str, read: Callable[[], T]) -> T:
         raise CertificateError(Reason.MALFORMED, f"{what} cannot be read") from None
 
 
+def check_exact(
+    parsed: x509.Certificate | x509.CertificateRevocationList, der: bytes, what: str
+) -> None:
+    """Refuse every spelling but one of what was signed.
+
+    Signatures are verified over bytes that the library writes again from what it has read. When
+    writing the whole again gives the bytes received, those are the bytes received too. Of what is
+    outside the signature, an encoder can still choose how many bits of the signature it calls
+    unused (where they happen to be zero), so the whole end is compared: a BIT STRING of 64 bytes,
+    all used. Raises CertificateError: MALFORMED.
+    """
+    if parsed.public_bytes(Encoding.DER) != der or der[-67:] != b"\x03\x41\x00" + parsed.signature:
+        raise CertificateError(Reason.MALFORMED, f"{what} is not in its one DER form")
+
+
 def parse_certificate(der: bytes, what: str) -> x509.Certificate:
     """Parse one certificate, bounded, and make sure that what is read is what was received.
 

@@ -19,6 +19,8 @@ from ca.issue import issue, make_root
 from ca.naming import network_uri, node_uri, peer_id_of
 
 NOW = 1_800_000_000.0
+NOT_A_CA = x509.BasicConstraints(ca=False, path_length=None)
+SERVE = roles_extension(frozenset({Role.SERVE})).value
 
 
 @dataclass
@@ -66,10 +68,10 @@ class Ca:
         issuer: x509.Name | None = None,
         subject: x509.Name | None = None,
         san: Sequence[x509.GeneralName] | None = None,
-        constraints: x509.BasicConstraints | None = x509.BasicConstraints(False, None),
+        constraints: x509.BasicConstraints | None = NOT_A_CA,
         constraints_critical: bool = True,
         usage: x509.KeyUsage | None = LEAF_USAGE,
-        roles: bytes | None = roles_extension(frozenset({Role.SERVE})).value,
+        roles: bytes | None = SERVE,
         extra: Sequence[tuple[x509.ExtensionType, bool]] = (),
         hash_algorithm: Any = None,
         serial: int = 77,

@@ -24,6 +24,9 @@ from ca.form import LEAF_USAGE
 from ca.issue import make_root
 from ca.naming import node_uri
 
+# Half of the changed bits make serial numbers negative, of which the library warns.
+pytestmark = pytest.mark.filterwarnings("ignore:Parsed a serial number")
+
 NOW = 1_800_000_000.0
 DAY = 86400.0
 
@@ -103,10 +106,10 @@ def test_dates_hold_with_two_minutes_of_skew(acme):
 
 
 def test_messages_about_dates_speak_of_clocks_with_both_times(acme):
-    with pytest.raises(CertificateError, match="expired at 2027-02-14 08:00:00 UTC.*clock") as e:
+    with pytest.raises(CertificateError, match=r"expired at 2027-02-14 08:00:00 UTC.*clock") as e:
         verify(acme, acme.leaf(), now=NOW + 31 * DAY)
     assert "2027-02-15 08:00:00 UTC" in e.value.message
-    with pytest.raises(CertificateError, match="valid only from 2027-01-15 .*check the clocks"):
+    with pytest.raises(CertificateError, match=r"valid only from 2027-01-15 .*check the clocks"):
         verify(acme, acme.leaf(), now=NOW - DAY)
 
 
@@ -124,7 +127,9 @@ def test_a_revoked_serial_is_refused_under_its_own_root_only(acme, make_ca):
 
 
 def test_every_single_changed_bit_is_refused(acme):
-    leaf = acme.leaf()
+    # Some signatures end in bits that are zero and could be called unused; take one of those.
+    while (leaf := acme.leaf())[-1] & 7:
+        pass
     roots = [acme.root]
     for position in range(len(leaf) * 8):
         changed = bytearray(leaf)
