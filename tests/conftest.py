@@ -1,10 +1,13 @@
-"""Certificates for tests that need nodes of one network, without a CA on disk."""
+"""Shared by all tests: certificates of one network without a CA on disk, and the demo model."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
+import platformdirs
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -13,6 +16,10 @@ from ca.certificate import Root, load_root
 from ca.issue import issue, make_root
 from ca.naming import Role
 from ca.pem import write_bundle
+from inference.store.demo import DEMO_MODEL
+from inference.store.download import pull
+from inference.store.manifest import ModelManifest
+from inference.store.store import ModelStore
 from mesh.identity import Identity, identity_of
 
 
@@ -68,3 +75,11 @@ def authority() -> TestAuthority:
 @pytest.fixture(scope="session")
 def make_authority() -> type[TestAuthority]:
     return TestAuthority
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> ModelManifest:
+    """The real demo model, fetched once into the user's cache folder (or MESHNODE_MODELS)."""
+    usual = platformdirs.user_cache_path("meshnode", appauthor=False) / "models"
+    store = ModelStore(Path(os.environ.get("MESHNODE_MODELS") or usual))
+    return pull(store, DEMO_MODEL)
