@@ -1,8 +1,8 @@
 """The serving side: other nodes' requests, run here.
 
 Token events go out one frame each, the moment they exist; between them goes a beat when there is
-nothing else to say. Each generation runs in a task of its own under :meth:`ForwardServer.serving`, so
-that waiting for a token can be given up (to send a beat) without disturbing the engine.
+nothing else to say. Each generation runs in a task of its own, so that waiting for a token can be
+given up (to send a beat) without disturbing the engine.
 """
 
 from __future__ import annotations

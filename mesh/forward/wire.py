@@ -42,6 +42,7 @@ BEAT: Final = [0]
 
 _TOKEN, _LAST, _CUT = 1, 2, 3
 _Listed = Strict(False)
+Buffer = bytes | bytearray | memoryview
 _CODES = frozenset(get_args(ErrorCode))
 _Text = Annotated[str, Field(max_length=1 << 16)]
 
@@ -106,9 +107,7 @@ def write_call(request: GenerateRequest, assignment: Assignment) -> tuple[dict[s
     return assignment.model_dump(mode="python"), payload
 
 
-def read_call(
-    body: object, payload: bytes | bytearray | memoryview
-) -> tuple[GenerateRequest, Assignment]:
+def read_call(body: object, payload: Buffer) -> tuple[GenerateRequest, Assignment]:
     """The other end of :func:`write_call`; the request comes with its ``resume``."""
     try:
         assignment = Assignment.model_validate(body)
@@ -179,7 +178,7 @@ def read_frame(body: object) -> tuple[int, TokenEvent] | GenerationError | None:
     raise WireError("an unknown frame")
 
 
-def read_receipt(payload: bytes | bytearray | memoryview) -> SignedReceipt | None:
+def read_receipt(payload: Buffer) -> SignedReceipt | None:
     """The one receipt of a last or cut frame; None when there is none."""
     if not payload:
         return None

@@ -1,0 +1,254 @@
+"""A node is lost in the middle of an answer, and the client does not notice."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, aclosing
+from typing import Any
+
+import pytest
+import trio
+
+from inference.errors import GenerationError
+from inference.generation import GenerateRequest, SamplingParams, TokenEvent
+from mesh.forward.answer import answer
+from mesh.forward.events import Completed, Started
+from mesh.forward.liveness import SILENCE_SECONDS
+from mesh.receipts import Bundle, Expected, VerifiedReceipt, verify
+from mesh.transport import Message
+
+REQUEST = GenerateRequest(
+    model="counting", prompt="count", max_tokens=60, sampling=SamplingParams(seed=3, logprobs=0)
+)
+
+
+async def collect(events: AsyncGenerator[Any, None]) -> list[Any]:
+    async with aclosing(events):
+        return [event async for event in events]
+
+
+def tokens_of(events: list[Any]) -> list[TokenEvent]:
+    return [event for event in events if isinstance(event, TokenEvent)]
+
+
+def run(main: Callable[[AsyncExitStack], Any]) -> None:
+    async def all_of_it() -> None:
+        with trio.fail_after(60):
+            async with AsyncExitStack() as stack:
+                await main(stack)
+
+    trio.run(all_of_it)
+
+
+def check(node: Any, request: GenerateRequest, events: list[Any]) -> VerifiedReceipt:
+    """The receipt as anybody can check it later."""
+    done = events[-1]
+    assert isinstance(done, Completed)
+    return verify(
+        Bundle.from_bytes(done.receipt),
+        node.trust.roots,
+        network=node.trust.network,
+        now=node.around.clock(),
+        expected=Expected(
+            request=request,
+            token_ids=done.token_ids,
+            text="".join(event.text for event in tokens_of(events)),
+        ),
+    )
+
+
+async def nodes(stack: AsyncExitStack, start: Any, *names: str) -> list[Any]:
+    return [await stack.enter_async_context(start(name)) for name in names]
+
+
+def break_at(node: Any, position: int, entry: Any) -> None:
+    """When ``node`` makes the token at ``position``, its link to the entry node breaks."""
+
+    def on_token(made: int) -> None:
+        link = node.transport.link(entry.peer)
+        if made == position and link is not None:
+            link.down("the cable was pulled")
+
+    node.engine.on_token = on_token
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"stop": (" 38", "0é\x00")},  # appears after the cut
+        {"stop": (" 27 ", "29é 30")},  # lies across it
+        {"max_tokens": 21},
+        {"max_tokens": 20},
+    ],
+    ids=["plain", "stop after", "stop across", "one more", "only the end is lost"],
+)
+@pytest.mark.parametrize("by", ["remote", "local"])
+def test_the_answer_is_the_one_of_an_unbroken_run(
+    start: Any, change: dict[str, Any], by: str
+) -> None:
+    async def main(stack: AsyncExitStack) -> None:
+        entry, one, two = await nodes(stack, start, "entry", "one", "two")
+        request = REQUEST.model_copy(update=change)
+        entry.routes = [two]
+        unbroken = await collect(answer(request, "r0", entry.around))
+        entry.routes = [one, two if by == "remote" else entry]
+        break_at(one, 20, entry)
+        events = await collect(answer(request, "r1", entry.around))
+        assert "".join(e.text for e in tokens_of(events)) == "".join(
+            e.text for e in tokens_of(unbroken)
+        )
+        assert events[-1].token_ids == unbroken[-1].token_ids
+        assert events[-2].finish == unbroken[-2].finish
+        expected = [event for event in tokens_of(unbroken) if event.token_id is not None]
+        assert [e.logprob for e in tokens_of(events)[: len(expected)]] == [
+            e.logprob for e in expected
+        ]
+        verified = check(entry, request, events)
+        second = entry.routes[1]
+        if len(events[-1].token_ids) > 20:
+            assert [e.node for e in events if isinstance(e, Started)] == [one.peer, second.peer]
+            assert [(s.node, s.tokens, s.evidence) for s in verified.segments] == [
+                (one.peer, (0, 20), "lost"),
+                (second.peer, (20, len(events[-1].token_ids)), "signer"),
+            ]
+            assert verified.segments[0].parts[0].serial is not None
+        assert entry.under_way == 0
+
+    run(main)
+
+
+def test_a_node_that_leaves_hands_over_and_signs_for_its_part(start: Any) -> None:
+    async def main(stack: AsyncExitStack) -> None:
+        entry, one, two, three = await nodes(stack, start, "entry", "one", "two", "three")
+        entry.routes = [one, two, three]
+        for node, position in ((one, 10), (two, 30)):
+            node.engine.seconds_per_token = 0.001
+
+            def on_token(made: int, node: Any = node, position: int = position) -> None:
+                if made == position:
+                    nursery.start_soon(node.server.leave, 0.0)
+
+            node.engine.on_token = on_token
+        async with trio.open_nursery() as nursery:
+            events = await collect(answer(REQUEST, "r", entry.around))
+        verified = check(entry, REQUEST, events)
+        first, second, last = verified.segments
+        assert [s.evidence for s in verified.segments] == ["receipt", "receipt", "signer"]
+        assert [s.name for s in verified.segments] == ["one", "two", "three"]
+        assert first.tokens[1] >= 10 and second.tokens[1] >= 30 and last.tokens[1] == 60
+        assert not verified.unsigned
+        # It takes no new work, and says so in a way that lets others do it.
+        entry.routes = [one, three]
+        again = await collect(answer(REQUEST, "r2", entry.around))
+        assert again[0] == Started(three.peer)
+
+    run(main)
+
+
+def test_a_node_that_leaves_lets_running_work_end(start: Any) -> None:
+    async def main(stack: AsyncExitStack) -> None:
+        entry, one = await nodes(stack, start, "entry", "one")
+        entry.routes = [one]
+
+        def on_token(made: int) -> None:
+            if made == 3:
+                nursery.start_soon(one.server.leave, 20.0)
+
+        one.engine.on_token = on_token
+        async with trio.open_nursery() as nursery:
+            events = await collect(answer(REQUEST, "r", entry.around))
+        assert [n["node"] for n in events[-1].nodes] == [one.peer]
+
+    run(main)
+
+
+def test_an_engine_that_fails_in_the_middle_is_carried_on_from(start: Any) -> None:
+    async def main(stack: AsyncExitStack) -> None:
+        entry, one, two = await nodes(stack, start, "entry", "one", "two")
+        entry.routes = [one, two]
+
+        def on_token(made: int) -> None:
+            if made == 5:
+                raise RuntimeError("the device is on fire")
+
+        one.engine.on_token = on_token
+        events = await collect(answer(REQUEST, "r", entry.around))
+        verified = check(entry, REQUEST, events)
+        assert [s.evidence for s in verified.segments] == ["receipt", "signer"]
+        assert one.server.active == 0
+
+    run(main)
+
+
+def test_with_nobody_left_the_error_is_honest(start: Any) -> None:
+    async def main(stack: AsyncExitStack) -> None:
+        entry, one = await nodes(stack, start, "entry", "one")
+        entry.routes = [one]
+        break_at(one, 20, entry)
+        got = []
+        with pytest.raises(GenerationError) as caught:
+            async with aclosing(answer(REQUEST, "r", entry.around)) as events:
+                async for event in events:
+                    got.append(event)
+        assert caught.value.code == "node_lost"
+        assert len(tokens_of(got)) == 20
+        assert all(event.finish is None for event in tokens_of(got))
+        assert entry.under_way == 0 and one.engine.running == 0
+
+    run(main)
+
+
+def test_a_busy_pause_of_a_second_loses_nothing(start: Any) -> None:
+    """The engine makes no token for longer than silence may last, and the beats go on."""
+
+    async def main(stack: AsyncExitStack) -> None:
+        entry, one, two = await nodes(stack, start, "entry", "one", "two")
+        entry.routes = [one, two]
+        one.engine.seconds_per_token = SILENCE_SECONDS * 1.5
+        request = REQUEST.model_copy(update={"max_tokens": 2})
+        events = await collect(answer(request, "r", entry.around))
+        assert [n["node"] for n in events[-1].nodes] == [one.peer]
+
+    run(main)
+
+
+def test_doubled_frames_are_dropped(start: Any) -> None:
+    async def main(stack: AsyncExitStack) -> None:
+        entry, one = await nodes(stack, start, "entry", "one")
+        honest = one.server.handle
+
+        async def twice(request: Any) -> AsyncGenerator[Message, None]:
+            async with aclosing(honest(request)) as messages:
+                async for message in messages:
+                    yield message
+                    if message.body[0] == 1:
+                        yield message
+
+        one.transport._services.streams["generate"] = twice
+        entry.routes = [one]
+        events = await collect(answer(REQUEST, "r", entry.around))
+        assert len(tokens_of(events)) == 60
+        check(entry, REQUEST, events)
+
+    run(main)
+
+
+def test_many_at_once_each_get_their_own(start: Any) -> None:
+    async def main(stack: AsyncExitStack) -> None:
+        entry, one, two = await nodes(stack, start, "entry", "one", "two")
+        entry.routes = [one, two]
+        break_at(one, 45, entry)
+
+        async def ask(seed: int) -> None:
+            sampling = SamplingParams(seed=seed)
+            request = REQUEST.model_copy(update={"sampling": sampling})
+            events = await collect(answer(request, f"r{seed}", entry.around))
+            assert events[-1].token_ids == tuple(one.engine.token(request, i) for i in range(60))
+            check(entry, request, events)
+
+        async with trio.open_nursery() as nursery:
+            for seed in range(20):
+                nursery.start_soon(ask, seed)
+
+    run(main)
