@@ -114,11 +114,18 @@ def rows_of(header: StepHeader) -> list[Row]:
 
 
 def encode(hidden: NDArray[np.float32]) -> tuple[Encoding, NDArray[np.floating]]:
-    """``[tokens, hidden]`` as it goes on the wire: f16 unless a value leaves its range."""
-    # NaN fails the comparison too; as f32 it reaches the receiver as what it is, and is refused.
-    fits = bool(np.abs(hidden).max(initial=0.0) <= _F16_MAX)
-    encoding: Encoding = "f16" if fits else "f32"
-    return encoding, hidden.astype(_DTYPES[encoding])
+    """``[tokens, hidden]`` as it goes on the wire: f16 unless a value leaves its range.
+
+    Every token is rounded to f16 if it fits, in a frame of f32 too: what a session computes must
+    not depend on who shares its frame.
+    """
+    # A NaN fits nothing; as f32 it reaches the receiver as what it is, and is refused.
+    fits = np.abs(hidden).max(axis=1, initial=0.0) <= _F16_MAX
+    if fits.all():
+        return "f16", hidden.astype(_DTYPES["f16"])
+    values = hidden.astype(_DTYPES["f32"])
+    values[fits] = values[fits].astype(_DTYPES["f16"])
+    return "f32", values
 
 
 def decode(

@@ -152,6 +152,12 @@ class Probe(Wire):
     chain: ChainId
 
 
+class Probed(Wire):
+    """``busy``: rows of the chain wait here or are being computed."""
+
+    busy: bool
+
+
 class TopLogprob(Wire):
     token: TokenId
     logprob: Logprob

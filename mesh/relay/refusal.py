@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 RefusalCode = Literal[
     "malformed",  # not a message of this protocol
@@ -27,7 +27,7 @@ RefusalCode = Literal[
     "engine_failed",  # the runtime under the stage failed
     "closing",  # the stage is being shut down
 ]
-REFUSAL_CODES: frozenset[str] = frozenset(get_args(RefusalCode))
+_CODES: frozenset[str] = frozenset(get_args(RefusalCode))
 
 
 class Refusal(Exception):
@@ -37,3 +37,9 @@ class Refusal(Exception):
         super().__init__(f"{code}: {message}")
         self.code: RefusalCode = code
         self.message = message
+
+    @classmethod
+    def told(cls, code: str, message: str) -> Refusal:
+        """A refusal that a peer sent; a code that is not known here is its engine's failure."""
+        known = cast(RefusalCode, code) if code in _CODES else "engine_failed"
+        return cls(known, message)

@@ -118,9 +118,10 @@ class Schedule:
     def grow(self, session: int, capacity: int) -> None:
         self._sessions[session].capacity = capacity
 
-    def done(self, step: int) -> None:
-        """A step has left the last stage, or nothing was left of it on the way."""
-        self._under_way.pop(step, None)
+    def done(self, step: int) -> set[int]:
+        """A step has left the last stage, or nothing was left of it on the way; its sessions."""
+        found = self._under_way.pop(step, None)
+        return set() if found is None else found.sessions
 
     def restart(self, sent: dict[int, int]) -> None:
         """After a recovery nothing is under way, and the first stage has seen ``sent`` tokens."""

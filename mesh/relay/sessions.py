@@ -178,8 +178,11 @@ class SessionTable:
             )
         if (wanted.sampling is not None) != facts.is_last:
             raise Refusal("malformed", "the last stage, and only that, is told how to sample")
-        if not wanted.prompt <= wanted.capacity or wanted.history not in (0, len(history)):
-            raise Refusal("malformed", "prompt, capacity and history do not go together")
+        if wanted.prompt > wanted.capacity or wanted.emit_from >= wanted.capacity:
+            raise Refusal("malformed", "the capacity does not hold what the session has")
+        needed = wanted.emit_from + 1 if needs_history(wanted.sampling) else 0
+        if len(history) != needed:
+            raise Refusal("malformed", f"{needed} token ids of history needed, not {len(history)}")
         self._reserve(wanted.capacity)
         self._next_key += 1
         return Session(
@@ -189,7 +192,7 @@ class SessionTable:
             prompt=wanted.prompt,
             emit_from=wanted.emit_from,
             sampling=wanted.sampling,
-            history=history if wanted.history else None,
+            history=history if needed else None,
         )
 
     def _reserve(self, capacity: int, held: int = 0) -> None:
@@ -251,14 +254,17 @@ class SessionTable:
     def rewind(self, sender: PeerId, message: Replay) -> list[tuple[Session, int]]:
         """Cut sessions as told; returns each with the position to replay from.
 
-        No step of the chain may be running. All or nothing.
+        No step of the chain may be running. A session that has been closed meanwhile is passed
+        over; otherwise it is all or nothing.
         """
         chain = self._owned(sender, message.chain)
         if message.epoch != chain.epoch:
             raise Refusal("stale_epoch", f"the chain is at epoch {chain.epoch}")
         found = []
         for wanted in message.sessions:
-            session = self._session(chain, wanted.session)
+            session = chain.sessions.get(wanted.session)
+            if session is None:
+                continue
             if wanted.past > session.past or wanted.replay_from > wanted.past:
                 raise Refusal(
                     "wrong_position",
@@ -269,6 +275,8 @@ class SessionTable:
         for session, wanted in found:
             session.past = session.started = session.accepted = wanted.past
             session.emit_from = wanted.emit_from
+            if session.history is not None:
+                del session.history[wanted.emit_from + 1 :]
         return [(session, wanted.replay_from) for session, wanted in found]
 
     def expect(self, sender: PeerId, header: StepHeader) -> Chain | None:
@@ -335,6 +343,15 @@ class SessionTable:
     def _forget(self, chain_id: bytes) -> list[Session]:
         chain = self.chains.get(chain_id)
         return [] if chain is None else self._end(chain, list(chain.sessions))
+
+
+def needs_history(sampling: SamplingParams | None) -> bool:
+    """Do penalties depend on the tokens that are there already?"""
+    return sampling is not None and (
+        sampling.repetition_penalty != 1
+        or sampling.presence_penalty != 0
+        or sampling.frequency_penalty != 0
+    )
 
 
 def _chain(head: PeerId, message: Open) -> Chain:

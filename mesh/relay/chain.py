@@ -1,0 +1,506 @@
+"""The head of a chain: opens sessions on all stages, keeps the ring turning, mends it after a loss.
+
+A :class:`ChainHead` coordinates one chain for many sessions. Its own node holds rank 0; steps go
+into that stage, and what comes back from the last one are tokens. Nothing here waits for a client:
+tokens go into each session's queue, which holds at most what the session may produce.
+
+Messages that stages send are handled at once in the trio thread. What takes time (opening, growing,
+closing, mending) runs in tasks of the relay.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import trio
+
+from inference.errors import ErrorCode, GenerationError
+from inference.generation import FinishReason
+from mesh.identity import PeerId
+from mesh.relay.frames import parse
+from mesh.relay.links import PeerLost, at_once
+from mesh.relay.messages import (
+    CLOSE,
+    GROW,
+    OPEN,
+    PROBE,
+    Close,
+    Grow,
+    Lost,
+    Opened,
+    Probe,
+    Probed,
+    Refused,
+    Sampled,
+    Tokens,
+)
+from mesh.relay.refusal import Refusal
+from mesh.relay.repair import OPEN_SECONDS, mend
+from mesh.relay.ring import Hop, Ring, Route
+from mesh.relay.schedule import Schedule
+from mesh.relay.service import Relay
+from mesh.relay.session_state import Drawn, HeadSession
+from mesh.relay.watch import PATIENCE, Watch
+
+_log = logging.getLogger(__name__)
+
+GROWTH = 256  # tokens of room that a session reserves ahead of what it has
+GROW_BELOW = 64  # and asks for more when less than this is left
+ASK_SECONDS = 10.0
+MEND_SECONDS = 8.0
+MAX_REPAIRS = 3  # of one session, for rows that a stage finds out of place
+# A stage that says one of these has lost track of a session: mending sets it right.
+_ASTRAY = frozenset({"unknown_chain", "unknown_session", "wrong_position", "stale_epoch"})
+
+# (model digest, first, last, peers that will not do) -> a node that has this stage loaded.
+Spare = Callable[[str, int, int, frozenset[PeerId]], PeerId | None]
+
+
+class ChainHead:
+    """One chain. ``route`` begins with this node; ``slots`` sessions run, ``queue`` more may wait.
+
+    ``changed`` is called when a session starts or ends. Raises ValueError for a route that is none,
+    or whose first stage is not loaded here.
+    """
+
+    def __init__(
+        self,
+        relay: Relay,
+        model: str,
+        layers: int,
+        route: Sequence[Hop],
+        *,
+        spare: Spare,
+        slots: int = 16,
+        queue: int = 64,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.ring = Ring(model, layers, route)
+        host = relay.host(model, route[0].first, route[0].last)
+        if host is None or route[0].peer != relay.links.me:
+            raise ValueError("rank 0 of the route is not a stage that is loaded on this node")
+        self.slots = slots
+        self._relay = relay
+        self._host = host
+        self._spare = spare
+        self._queue = queue
+        self._changed = changed
+        self._places = trio.Semaphore(slots)
+        self._schedule = Schedule(len(route))
+        self._sessions: dict[int, HeadSession] = {}
+        self._entering = 0
+        self._next_number = 1
+        self._steady = trio.Event()  # set while nothing is being mended
+        self._steady.set()
+        self._freed = trio.Event()  # set, and replaced, when a session has ended
+        self._room = trio.Event()  # the same when a session has given up its KV, ended or not
+        self._failure: Callable[[], GenerationError] | None = None
+        self._gone: set[PeerId] = set()
+        self._watch = Watch(trio.current_time())
+        self._watching = False
+        relay.heads[self.ring.id] = self
+
+    @property
+    def route(self) -> Route:
+        return self.ring.route
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that the first stage takes in one session."""
+        return self._host.facts.context_length
+
+    @property
+    def cache_used(self) -> float:
+        """The part of the first stage's KV memory that is reserved, 0 to 1."""
+        return self._host.table.used
+
+    @property
+    def active(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def waiting(self) -> int:
+        return self._places.statistics().tasks_waiting
+
+    @property
+    def failed(self) -> bool:
+        """The chain is of no use any more; make another one."""
+        return self._failure is not None
+
+    @property
+    def idle(self) -> bool:
+        return not self._sessions and not self._entering
+
+    def close(self) -> None:
+        """Fail what is running and be no head any more."""
+        self._fail_all("node_lost", "the chain is being shut down")
+        self._relay.heads.pop(self.ring.id, None)
+
+    # -- sessions -----------------------------------------------------------------------------
+
+    async def start(self, session: HeadSession) -> None:
+        """Begin a session; waits for a place. Afterwards it must be given to :meth:`end`.
+
+        Raises :class:`GenerationError`; then there is nothing to end.
+        """
+        session.asked = trio.current_time()
+        session.spent = [0.0] * len(self.route)
+        self._check_failure()
+        if self.waiting >= self._queue:
+            raise GenerationError(
+                "overloaded", f"{self.waiting} requests wait for this chain", retry_after=1.0
+            )
+        self._entering += 1
+        try:
+            await self._places.acquire()
+            try:
+                await self._enter(session)
+            except BaseException:
+                self._places.release()
+                raise
+        finally:
+            self._entering -= 1
+        session.started = trio.current_time()
+        self._changed()
+
+    def end(self, session: HeadSession) -> None:
+        """The session is over or not wanted any more: free it everywhere. Twice is fine."""
+        if not session.ended:
+            session.ended = True
+            self._leave(session)
+            freed, self._freed = self._freed, trio.Event()
+            freed.set()
+            self._places.release()
+            self._changed()
+
+    async def _enter(self, session: HeadSession) -> None:
+        """Open the session on all stages and let it into the ring, unless it has ended."""
+        while not session.ended:
+            await self._steady.wait()
+            self._check_failure()
+            epoch = self.ring.epoch
+            session.number = self._next_number
+            self._next_number += 1
+            session.capacity = min(session.length, len(session.tokens) + GROWTH)
+            opened = False
+            try:
+                await at_once(partial(self._open, rank, session) for rank in range(len(self.route)))
+                opened = self.ring.epoch == epoch and self._steady.is_set() and not session.ended
+            except PeerLost as lost:
+                self.lose(lost.peer)
+            except Refusal as refusal:
+                if self.ring.epoch == epoch:
+                    await self._refused_to_open(refusal)
+            finally:
+                if not opened:
+                    self._close_on_stages([session.number])
+            if opened:
+                self._place(session)
+                return
+
+    def _check_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure()
+
+    def _place(self, session: HeadSession) -> None:
+        session.starved = session.growing = False
+        session.routes.append((session.produced, self.route))
+        self._sessions[session.number] = session
+        self._schedule.add(session.number, session.tokens, session.capacity)
+        if not self._watching:
+            self._watching = True
+            self._relay.nursery.start_soon(self._keep_watch)
+        self._pump()
+
+    async def _open(self, rank: int, session: HeadSession) -> None:
+        emit_from = len(session.tokens) - 1 if rank == len(self.route) - 1 else 0
+        described, history = self.ring.describe(rank, session, emit_from)
+        peer = self.route[rank].peer
+        message = self.ring.open(rank, [described])
+        answer = await self._relay.ask(peer, OPEN, message, history, timeout=OPEN_SECONDS)
+        for refused in parse(Opened, answer).refused:
+            raise Refusal.told(refused.code, f"{peer}: {refused.message}")
+
+    async def _refused_to_open(self, refusal: Refusal) -> None:
+        """Wait if another session's end can help; otherwise raise what the client is to know."""
+        if refusal.code == "no_free_blocks":
+            if not self._sessions:
+                raise GenerationError("overloaded", refusal.message, retry_after=1.0)
+            await self._freed.wait()
+        elif refusal.code == "context_length":
+            raise GenerationError("context_length_exceeded", refusal.message, param="max_tokens")
+        else:
+            raise GenerationError("engine_failed", str(refusal))
+
+    def _leave(self, session: HeadSession) -> None:
+        """Take a session out of the ring and free its KV on all stages."""
+        if self._sessions.pop(session.number, None) is not None:
+            self._schedule.remove(session.number)
+            self._close_on_stages([session.number])
+            room, self._room = self._room, trio.Event()
+            room.set()
+            self._pump()
+
+    def _close_on_stages(self, numbers: Sequence[int]) -> None:
+        message = Close(chain=self.ring.id, sessions=tuple(numbers))
+        for hop in self.route:
+            self._relay.nursery.start_soon(self._close_at, hop.peer, message)
+
+    async def _close_at(self, peer: PeerId, message: Close) -> None:
+        try:
+            await self._relay.ask(peer, CLOSE, message, timeout=ASK_SECONDS)
+        except (PeerLost, Refusal) as error:
+            # A stage whose link to its head is gone frees everything by itself.
+            _log.debug("closing at %s: %s", peer, error)
+
+    # -- the ring -----------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Send whatever may be sent."""
+        if not self._steady.is_set():
+            return
+        while (step := self._schedule.next()) is not None:
+            self._host.submit(self._relay.links.me, self.ring.id, self.ring.epoch, step)
+
+    def on_tokens(self, sender: PeerId, message: Tokens) -> None:
+        """What the last stage has drawn in a step."""
+        if sender != self.ring.tail or message.epoch != self.ring.epoch:
+            return
+        self._watch.heard(trio.current_time())
+        stepped = self._schedule.done(message.step)
+        for number in stepped:
+            spent = self._sessions[number].spent
+            for rank, seconds in enumerate(message.spent[: len(spent)]):
+                spent[rank] += seconds
+        for sampled in message.sampled:
+            if self._schedule.expects(sampled.session, sampled.position):
+                self._take(self._sessions[sampled.session], sampled)
+        self._pump()
+
+    def _take(self, session: HeadSession, sampled: Sampled) -> None:
+        token = sampled.token
+        session.tokens.append(token)
+        if not session.first_token:
+            session.first_token = trio.current_time()
+        reason: FinishReason | None = None
+        if token in session.ends:
+            reason = "stop"
+        elif len(session.tokens) >= session.length:
+            reason = "length"
+        top = tuple((item.token, item.logprob) for item in sampled.top)
+        session.put(Drawn(token, sampled.logprob, top, reason))
+        if reason is not None:
+            self.end(session)
+            return
+        self._schedule.token(session.number, token)
+        if session.starved:
+            self._unblock()
+            return
+        short = session.capacity - len(session.tokens) < GROW_BELOW
+        if short and session.capacity < session.length and not session.growing:
+            session.growing = True
+            self._relay.nursery.start_soon(self._grow, session)
+
+    def on_refused(self, sender: PeerId, message: Refused) -> None:
+        """A stage does not accept rows: their sessions fail, or the chain has to be mended."""
+        if sender not in self.ring.peers or message.epoch != self.ring.epoch:
+            return
+        self._watch.heard(trio.current_time())
+        if message.ended:
+            self._schedule.done(message.step)
+        for refused in message.sessions:
+            session = self._sessions.get(refused.session)
+            if session is None:
+                continue
+            session.repairs += 1
+            if refused.code in _ASTRAY and session.repairs <= MAX_REPAIRS:
+                self._mend_soon()
+                continue
+            reason = f"{sender}: {refused.code}: {refused.message}"
+            self._fail(session, GenerationError("engine_failed", reason))
+        self._pump()
+
+    def _fail(self, session: HeadSession, error: GenerationError) -> None:
+        session.put(error)
+        self.end(session)
+
+    def _fail_all(self, code: ErrorCode, message: str) -> None:
+        """The chain is of no use any more."""
+        self._failure = partial(GenerationError, code, message)
+        for session in list(self._sessions.values()):
+            self._fail(session, self._failure())
+
+    # -- room ---------------------------------------------------------------------------------
+
+    async def _grow(self, session: HeadSession) -> None:
+        """Reserve more tokens on all stages, waiting for others to give up theirs if need be."""
+        number = session.number
+        while self._sessions.get(number) is session:
+            capacity = min(session.length, session.capacity + GROWTH)
+            message = Grow(chain=self.ring.id, session=number, capacity=capacity)
+            room = self._room
+            try:
+                await at_once(
+                    partial(self._relay.ask, hop.peer, GROW, message, timeout=ASK_SECONDS)
+                    for hop in self.route
+                )
+            except PeerLost as lost:
+                self.lose(lost.peer)
+            except Refusal as refusal:
+                if refusal.code == "no_free_blocks":
+                    session.starved = True
+                    self._unblock()
+                    await room.wait()
+                elif self._steady.is_set():
+                    self._fail(session, GenerationError("engine_failed", str(refusal)))
+            else:
+                if self._sessions.get(number) is session:
+                    session.capacity = capacity
+                    session.growing = session.starved = False
+                    self._schedule.grow(number, capacity)
+                    self._pump()
+                return
+            await self._steady.wait()
+
+    def _unblock(self) -> None:
+        """When every session stands still for lack of room, the youngest gives way."""
+        running = list(self._sessions.values())
+        if not all(other.starved and len(other.tokens) > other.capacity for other in running):
+            return
+        if len(running) == 1:
+            message = "other chains have taken the KV memory that this session needs"
+            self._fail(running[0], GenerationError("overloaded", message, retry_after=1.0))
+        elif running:
+            # It comes back when another one has ended: room that it frees is for those that wait.
+            youngest = max(running, key=lambda other: other.asked)
+            self._leave(youngest)
+            self._relay.nursery.start_soon(self._enter_again, youngest, self._freed)
+
+    async def _enter_again(self, session: HeadSession, when: trio.Event | None) -> None:
+        """Compute a session from its token ids again, in the place that it has."""
+        if when is not None:
+            await when.wait()
+        try:
+            await self._enter(session)
+        except GenerationError as error:
+            if not session.ended:
+                self._fail(session, error)
+
+    # -- losses -------------------------------------------------------------------------------
+
+    def on_lost(self, sender: PeerId, message: Lost) -> None:
+        """A stage has no link to its neighbour."""
+        if sender in self.ring.peers and message.epoch == self.ring.epoch:
+            self.lose(PeerId(message.peer))
+
+    def on_link_down(self, peer: PeerId) -> None:
+        self.lose(peer)
+
+    def lose(self, peer: PeerId) -> None:
+        """``peer`` is of no use in this chain, if it is in it."""
+        if peer not in self.ring.peers or peer == self._relay.links.me:
+            return
+        if self.idle:
+            self._fail_all("node_lost", f"{peer} left the chain")
+            return
+        self._gone.add(peer)
+        self._mend_soon()
+
+    def _mend_soon(self) -> None:
+        if self._steady.is_set():
+            self._steady = trio.Event()
+            self._relay.nursery.start_soon(self._mend)
+
+    async def _mend(self) -> None:
+        try:
+            with trio.move_on_after(MEND_SECONDS) as limit:
+                await self._mend_until_whole()
+            if limit.cancelled_caught:
+                self._fail_all("node_lost", f"the chain was not whole in {MEND_SECONDS:g} s")
+        except GenerationError as error:
+            self._fail_all(error.code, error.message)
+        finally:
+            self._steady.set()
+        self._watch.heard(trio.current_time())
+        self._pump()
+
+    async def _mend_until_whole(self) -> None:
+        """Replace what is gone and bring the rest to a new epoch, until that goes well."""
+        useless: set[PeerId] = set()
+        while True:
+            gone, self._gone = self._gone & self.ring.peers, set()
+            for peer in gone:
+                self._replace(peer, useless)
+            self.ring.epoch += 1
+            sessions = list(self._sessions.values())
+            try:
+                mended = await mend(self._relay, self.ring, sessions)
+            except PeerLost as lost:
+                _log.info("mending a chain: %s", lost)
+                self._gone.add(lost.peer)
+            if not self._gone & self.ring.peers:
+                break
+        self._schedule.restart(mended.sent)
+        for session in sessions:
+            if session.ended:
+                self._close_on_stages([session.number])
+            elif session.routes[-1][1] != self.route:
+                session.routes.append((session.produced, self.route))
+        for session in mended.anew:
+            if not session.ended:
+                self._leave(session)
+                self._relay.nursery.start_soon(self._enter_again, session, None)
+
+    def _replace(self, peer: PeerId, useless: set[PeerId]) -> None:
+        """Put another node in the place of ``peer``; without one, try ``peer`` once more."""
+        rank = self.ring.rank(peer)
+        hop = self.route[rank]
+        spare = None
+        if peer != self._relay.links.me:
+            unwanted = frozenset(useless | self.ring.peers | {peer})
+            spare = self._spare(self.ring.model, hop.first, hop.last, unwanted)
+        if spare is not None:
+            _log.info("layers %d-%d: %s takes over from %s", hop.first, hop.last, spare, peer)
+            self.ring.replace(rank, spare)
+        elif peer in useless:
+            raise GenerationError(
+                "node_lost",
+                f"{peer} is lost, and nobody else has layers {hop.first}-{hop.last} ready",
+            )
+        useless.add(peer)
+
+    async def _keep_watch(self) -> None:
+        """Ask the stages when nothing comes back; runs while there are sessions."""
+        self._watch.heard(trio.current_time())
+        try:
+            while self._sessions:
+                await self._steady.wait()
+                delay = self._watch.ask_in(trio.current_time())
+                if delay > 0:
+                    await trio.sleep(delay)
+                else:
+                    await self._ask_all()
+        finally:
+            self._watching = False
+
+    async def _ask_all(self) -> None:
+        asked = trio.current_time()
+        busy = False
+
+        async def probe(peer: PeerId) -> None:
+            nonlocal busy
+            message = Probe(chain=self.ring.id)
+            answer = await self._relay.ask(peer, PROBE, message, timeout=PATIENCE)
+            busy = busy or parse(Probed, answer).busy
+
+        try:
+            await at_once(partial(probe, hop.peer) for hop in self.route)
+        except PeerLost as lost:
+            self.lose(lost.peer)
+        except Refusal:
+            self._mend_soon()
+        else:
+            if self._watch.answered(asked, trio.current_time(), busy=busy):
+                self._mend_soon()

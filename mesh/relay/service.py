@@ -1,0 +1,380 @@
+"""The relay of one node: its stages, the chains it is the head of, and what peers send to them.
+
+Thin: messages are parsed and checked against who sent them, and go to the stage or chain they are
+for. What a stage puts out waits in an outbox per peer and kind, so that one slow link stalls
+neither the stage nor other chains; it is bounded by the KV that sessions have reserved.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import trio
+from numpy.typing import NDArray
+
+from mesh.identity import PeerId
+from mesh.relay.frames import STEP_KIND, StepHeader, Wire, parse
+from mesh.relay.host import StageEngine, StageHost
+from mesh.relay.kept import DEFAULT_BYTES
+from mesh.relay.links import Buffer, Links, PeerLost
+from mesh.relay.messages import (
+    CLOSE,
+    FENCE,
+    GROW,
+    LOST,
+    OPEN,
+    PROBE,
+    REFUSED,
+    REPLAY,
+    TOKENS,
+    Close,
+    Fenced,
+    Grow,
+    Held,
+    Lost,
+    Neighbours,
+    Open,
+    Opened,
+    Probe,
+    Probed,
+    Refused,
+    RefusedSession,
+    Replay,
+    Tokens,
+)
+from mesh.relay.refusal import Refusal
+from mesh.relay.sessions import Chain
+
+_log = logging.getLogger(__name__)
+
+# One-way kinds, and whether they go on the lane for bulky things.
+NOTES = {STEP_KIND: True, TOKENS: False, REFUSED: False, LOST: False}
+REQUESTS = (OPEN, FENCE, REPLAY, GROW, CLOSE, PROBE)
+
+
+class Head(Protocol):
+    """A chain that this node coordinates, as the relay sees it."""
+
+    def on_tokens(self, sender: PeerId, message: Tokens) -> None: ...
+
+    def on_refused(self, sender: PeerId, message: Refused) -> None: ...
+
+    def on_lost(self, sender: PeerId, message: Lost) -> None: ...
+
+    def on_link_down(self, peer: PeerId) -> None: ...
+
+
+class Relay:
+    """See the module. ``run`` has to be running; stages may come and go meanwhile."""
+
+    def __init__(self, links: Links) -> None:
+        self.links = links
+        self.heads: dict[bytes, Head] = {}
+        self._hosts: dict[tuple[str, int, int], StageHost] = {}
+        self._chains: dict[bytes, StageHost] = {}  # which stage a chain that is open here is in
+        self._outboxes: dict[tuple[PeerId, bool], _Outbox] = {}
+        self._nursery: trio.Nursery | None = None
+
+    # -- composition --------------------------------------------------------------------------
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Carry outboxes and chains' tasks until cancelled."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            task_status.started()
+            await trio.sleep_forever()
+
+    @property
+    def nursery(self) -> trio.Nursery:
+        """Where chains run what outlives a request. Raises RuntimeError when not running."""
+        if self._nursery is None:
+            raise RuntimeError("the relay is not running")
+        return self._nursery
+
+    @asynccontextmanager
+    async def stage(
+        self, engine: StageEngine, model: str, *, kept_bytes: int = DEFAULT_BYTES
+    ) -> AsyncIterator[StageHost]:
+        """Serve a loaded stage of the model with digest ``model`` while the context is open."""
+        host = StageHost(engine, model, self, kept_bytes=kept_bytes)
+        key = (model, host.facts.first, host.facts.last)
+        if key in self._hosts:
+            raise ValueError(f"layers {key[1]}-{key[2]} of this model are already served here")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(host.run)
+            self._hosts[key] = host
+            try:
+                yield host
+            finally:
+                del self._hosts[key]
+                for chain in list(host.table.chains.values()):
+                    self._chains.pop(chain.id, None)
+                nursery.cancel_scope.cancel()
+
+    def host(self, model: str, first: int, last: int) -> StageHost | None:
+        return self._hosts.get((model, first, last))
+
+    @property
+    def hosts(self) -> Iterable[StageHost]:
+        return self._hosts.values()
+
+    async def ask(
+        self, peer: PeerId, kind: str, message: Wire, payload: bytes = b"", *, timeout: float
+    ) -> Any:
+        """Ask a stage, of this node too. Raises :class:`Refusal`, :class:`PeerLost`."""
+        body = message.model_dump(mode="python")
+        if peer == self.links.me:
+            return await self.answer(peer, kind, body, payload)
+        return await self.links.request(peer, kind, body, payload, timeout=timeout)
+
+    # -- requests of heads --------------------------------------------------------------------
+
+    async def answer(self, sender: PeerId, kind: str, body: Any, payload: Buffer = b"") -> Any:
+        """The answer's body to a request from ``sender``. Raises :class:`Refusal`."""
+        handler: Callable[[PeerId, Any, Buffer], Awaitable[Wire | None]]
+        handler = {
+            OPEN: self._open,
+            FENCE: self._fence,
+            REPLAY: self._replay,
+            GROW: self._grow,
+            CLOSE: self._close,
+            PROBE: self._probe,
+        }[kind]
+        answer = await handler(sender, body, payload)
+        return None if answer is None else answer.model_dump(mode="python")
+
+    async def _open(self, sender: PeerId, body: Any, payload: Buffer) -> Opened:
+        message = parse(Open, body)
+        ids = _token_ids(message, payload)
+        host = self._hosts.get((message.model, message.first, message.last))
+        if host is None:
+            raise self._no_stage(message)
+        if self._chains.get(message.chain, host) is not host:
+            raise Refusal("chain_mismatch", "the chain is open in another stage of this node")
+        if sender != self.links.me and message.first == 0:
+            raise Refusal("wrong_rank", "rank 0 is the head: it opens its own stage itself")
+        await self._reach(PeerId(message.next))
+        refused, ended = host.table.open(sender, message, ids)
+        host.free(ended)
+        if message.chain in host.table.chains:
+            self._chains[message.chain] = host
+        return Opened(refused=tuple(refused), free_tokens=host.table.free_tokens)
+
+    async def _reach(self, peer: PeerId) -> None:
+        try:
+            await self.links.reach(peer)
+        except PeerLost as lost:
+            raise Refusal("next_unreachable", str(lost)[:512]) from lost
+
+    def _no_stage(self, message: Open) -> Refusal:
+        here = [f"{first}-{last}" for model, first, last in self._hosts if model == message.model]
+        if not here:
+            return Refusal("unknown_model", f"no stage of model {message.model} is loaded here")
+        wanted = f"{message.first}-{message.last}"
+        return Refusal("wrong_range", f"layers {', '.join(here)} are here, not {wanted}")
+
+    def _host_of(self, chain: bytes) -> StageHost:
+        host = self._chains.get(chain)
+        if host is None:
+            raise Refusal("unknown_chain", "no session of that chain is open here")
+        return host
+
+    async def _fence(self, sender: PeerId, body: Any, _payload: Buffer) -> Fenced:
+        message = parse(Neighbours, body)
+        host = self._host_of(message.chain)
+        held = host.table.fence(sender, message)
+        sessions = host.table.chains[message.chain].sessions
+        # Output of the running step will be kept up to where the session then stands.
+        return Fenced(
+            sessions=tuple(
+                Held(
+                    session=h.session,
+                    past=h.past,
+                    kept_from=host.kept.kept_from(
+                        sessions[h.session].key, sessions[h.session].past
+                    ),
+                )
+                for h in held
+            )
+        )
+
+    async def _replay(self, sender: PeerId, body: Any, _payload: Buffer) -> None:
+        message = parse(Replay, body)
+        host = self._host_of(message.chain)
+
+        def act() -> None:
+            found = host.table.rewind(sender, message)
+            host.replay(host.table.chains[message.chain], found)
+
+        await host.between_steps(act)
+
+    async def _grow(self, sender: PeerId, body: Any, _payload: Buffer) -> None:
+        message = parse(Grow, body)
+        self._host_of(message.chain).table.grow(sender, message)
+
+    async def _close(self, sender: PeerId, body: Any, _payload: Buffer) -> None:
+        message = parse(Close, body)
+        host = self._chains.get(message.chain)
+        if host is not None:
+            host.free(host.table.close(sender, message))
+            self._tidy(host)
+
+    async def _probe(self, sender: PeerId, body: Any, _payload: Buffer) -> Probed:
+        message = parse(Probe, body)
+        host = self._host_of(message.chain)
+        return Probed(busy=host.busy_with(message.chain))
+
+    def _tidy(self, host: StageHost) -> None:
+        """Forget chains that the stage has forgotten."""
+        for chain in [c for c, h in self._chains.items() if h is host]:
+            if chain not in host.table.chains:
+                del self._chains[chain]
+
+    # -- one-way messages ---------------------------------------------------------------------
+
+    def take(self, sender: PeerId, kind: str, body: Any, payload: Buffer = b"") -> None:
+        """A one-way message from ``sender``. What is wrong with it is told to who should know."""
+        try:
+            if kind == STEP_KIND:
+                self._step(sender, body, payload)
+            elif kind == TOKENS:
+                tokens = parse(Tokens, body)
+                self._head(tokens.chain).on_tokens(sender, tokens)
+            elif kind == REFUSED:
+                refused = parse(Refused, body)
+                self._head(refused.chain).on_refused(sender, refused)
+            elif kind == LOST:
+                lost = parse(Lost, body)
+                self._head(lost.chain).on_lost(sender, lost)
+        except Refusal as refusal:
+            _log.debug("%s from %s: %s", kind, sender, refusal)
+
+    def _head(self, chain: bytes) -> Head:
+        head = self.heads.get(chain)
+        if head is None:
+            raise Refusal("unknown_chain", "this node is not the head of that chain")
+        return head
+
+    def _step(self, sender: PeerId, body: Any, payload: Buffer) -> None:
+        header: StepHeader | None = None
+        try:
+            header = parse(StepHeader, body)
+            self._host_of(header.chain).receive(sender, header, memoryview(payload))
+        except Refusal as refusal:
+            if header is None:
+                _log.warning("a step frame from %s that is none: %s", sender, refusal)
+                return
+            # A neighbour's broken frame is the head's business; who is no neighbour gets it back.
+            host = self._chains.get(header.chain)
+            chain = host.table.chains.get(header.chain) if host is not None else None
+            to = chain.head if chain is not None and chain.previous == sender else sender
+            self._tell(
+                to,
+                Refused(
+                    chain=header.chain,
+                    epoch=header.epoch,
+                    step=header.step,
+                    ended=True,
+                    sessions=tuple(
+                        RefusedSession(session=n, code=refusal.code, message=refusal.message[:512])
+                        for n in {row[0] for row in header.rows}
+                    ),
+                ),
+            )
+
+    def link_down(self, peer: PeerId) -> None:
+        """The link to ``peer`` is gone: what it is the head of ends, heads of others are told."""
+        for host in self._hosts.values():
+            host.free(host.table.drop_head(peer))
+            self._tidy(host)
+            for chain in host.table.beside(peer):
+                self._report_lost(chain, peer)
+        for head in list(self.heads.values()):
+            head.on_link_down(peer)
+
+    def _report_lost(self, chain: Chain, peer: PeerId) -> None:
+        self._tell(chain.head, Lost(chain=chain.id, epoch=chain.epoch, peer=peer))
+
+    # -- output of stages ---------------------------------------------------------------------
+
+    def activations(self, chain: Chain, header: StepHeader, values: NDArray[np.floating]) -> None:
+        payload = np.ascontiguousarray(values).data.cast("B")
+        self._post(chain.next, _Parcel(STEP_KIND, header.model_dump(mode="python"), payload))
+
+    def tokens(self, chain: Chain, message: Tokens) -> None:
+        self._tell(chain.head, message)
+
+    def refused(self, chain: Chain, message: Refused) -> None:
+        self._tell(chain.head, message)
+
+    def _tell(self, peer: PeerId, message: Tokens | Refused | Lost) -> None:
+        kind = {Tokens: TOKENS, Refused: REFUSED, Lost: LOST}[type(message)]
+        body = message.model_dump(mode="python")
+        if peer == self.links.me:
+            self.take(peer, kind, body)
+        else:
+            self._post(peer, _Parcel(kind, body, b""))
+
+    def _post(self, peer: PeerId, parcel: _Parcel) -> None:
+        key = (peer, NOTES[parcel.kind])
+        outbox = self._outboxes.get(key)
+        if outbox is None:
+            outbox = self._outboxes[key] = _Outbox()
+            self.nursery.start_soon(self._deliver, key, outbox)
+        outbox.parcels.append(parcel)
+        outbox.filled.set()
+
+    async def _deliver(self, key: tuple[PeerId, bool], outbox: _Outbox) -> None:
+        """Carry one outbox. It ends with its peer: what waits is lost, and heads are told."""
+        peer, bulky = key
+        try:
+            while True:
+                while outbox.parcels:
+                    parcel = outbox.parcels.popleft()
+                    await self.links.send(
+                        peer, parcel.kind, parcel.body, parcel.payload, bulky=bulky
+                    )
+                outbox.filled = trio.Event()
+                await outbox.filled.wait()
+        except PeerLost as lost:
+            _log.info("output for %s is lost: %s", peer, lost.reason)
+        finally:
+            del self._outboxes[key]
+        for host in self._hosts.values():
+            for chain in host.table.beside(peer):
+                self._report_lost(chain, peer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    kind: str
+    body: Any
+    payload: Buffer
+
+
+@dataclass(slots=True)
+class _Outbox:
+    parcels: deque[_Parcel] = field(default_factory=deque)
+    filled: trio.Event = field(default_factory=trio.Event)
+
+
+def _token_ids(message: Open, payload: Buffer) -> list[list[int]]:
+    """The histories in the payload of an open message, one for each session."""
+    total = sum(session.history for session in message.sessions)
+    if len(payload) != 4 * total:
+        raise Refusal("bad_size", f"{total} token ids are {4 * total} bytes, not {len(payload)}")
+    ids = np.frombuffer(payload, "<i4")
+    if total and ids.min() < 0:
+        raise Refusal("malformed", "a token id is negative")
+    histories = []
+    start = 0
+    for session in message.sessions:
+        histories.append(ids[start : start + session.history].tolist())
+        start += session.history
+    return histories
