@@ -13,10 +13,11 @@ from mesh.transport.errors import (
 )
 from mesh.transport.lanes import Lane
 from mesh.transport.link import Link
+from mesh.transport.links import LinkDown, LinkUp
 from mesh.transport.liveness import LivenessPolicy
 from mesh.transport.messages import Message, Request
 from mesh.transport.quic.core import Tuning
-from mesh.transport.transport import LinkDown, LinkUp, Transport, TransportConfig
+from mesh.transport.transport import Transport, TransportConfig
 
 __all__ = [
     "DeadlineExceeded",

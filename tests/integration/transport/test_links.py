@@ -238,7 +238,7 @@ def test_link_down_reaches_everybody_who_waits(network: Any) -> None:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(ask)
                     await trio.sleep(0.1)
-                    b._shut_links()
+                    b._links.shut()
             with trio.fail_after(2):
                 down = await anext(events)
             assert isinstance(down, LinkDown)

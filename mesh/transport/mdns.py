@@ -1,0 +1,157 @@
+"""Finding peers on the local network by multicast DNS (RFC 6762, 6763).
+
+The service type is our own and the network's name is in the TXT record, so that nodes of other
+networks are seen and left alone. What an answer says is hostile until a handshake has proved it;
+it only leads to a dial.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import trio
+from zeroconf import (
+    InterfaceChoice,
+    IPVersion,
+    ServiceBrowser,
+    ServiceInfo,
+    ServiceStateChange,
+    Zeroconf,
+)
+
+from mesh.identity import PeerId
+from mesh.transport.addresses import parse_address
+from mesh.transport.errors import DialError
+from mesh.transport.quic.listen import endpoint_of
+
+logger = logging.getLogger(__name__)
+
+SERVICE = "_meshnode._udp.local."
+_ASK_TIMEOUT = 1500  # milliseconds for the details of one service
+_MOST_ADDRESSES = 8
+
+Found = Callable[[PeerId, Sequence[str]], None]
+
+
+class LocalDiscovery:
+    """Announces this node and reports others of the same network.
+
+    ``interfaces`` limits it to the interfaces with these addresses; empty means all.
+    """
+
+    def __init__(
+        self,
+        *,
+        network: str,
+        peer_id: PeerId,
+        found: Found,
+        interfaces: Sequence[str] = (),
+    ) -> None:
+        self._network = network
+        self._peer_id = peer_id
+        self._found = found
+        self._interfaces = list(interfaces)
+        self._send, self._receive = trio.open_memory_channel[str](256)
+        self._token: trio.lowlevel.TrioToken | None = None
+
+    async def run(self, addresses: Sequence[str]) -> None:
+        """Announce ``addresses`` and look for others until cancelled.
+
+        Without multicast (a VPN, a container) it logs that and ends: peers from elsewhere still
+        work.
+        """
+        self._token = trio.lowlevel.current_trio_token()
+        try:
+            zeroconf = await trio.to_thread.run_sync(self._open)
+        except OSError as error:
+            logger.warning("no discovery on the local network: %s", error)
+            return
+        browser: ServiceBrowser | None = None
+        try:
+            info = self._own_info(addresses)
+            if info is not None:
+                await trio.to_thread.run_sync(zeroconf.register_service, info)
+            browser = await trio.to_thread.run_sync(
+                lambda: ServiceBrowser(zeroconf, SERVICE, handlers=[self._changed])
+            )
+            async for name in self._receive:
+                await self._look_at(zeroconf, name)
+        finally:
+            with trio.CancelScope(shield=True), trio.move_on_after(5):
+                await trio.to_thread.run_sync(self._close, zeroconf, browser)
+
+    def _open(self) -> Zeroconf:
+        interfaces: Any = self._interfaces or InterfaceChoice.All
+        return Zeroconf(interfaces=interfaces, ip_version=IPVersion.V4Only)
+
+    @staticmethod
+    def _close(zeroconf: Zeroconf, browser: ServiceBrowser | None) -> None:
+        if browser is not None:
+            browser.cancel()
+        zeroconf.unregister_all_services()
+        zeroconf.close()
+
+    def _own_info(self, addresses: Sequence[str]) -> ServiceInfo | None:
+        hosts: list[str] = []
+        port = 0
+        for text in addresses:
+            try:
+                host, port_here = endpoint_of(parse_address(text)[1])
+            except (DialError, ValueError):
+                continue
+            if ipaddress.ip_address(host).version == 4 and (not port or port_here == port):
+                port = port_here
+                hosts.append(host)
+        if not hosts:
+            return None
+        return ServiceInfo(
+            SERVICE,
+            f"{self._peer_id}.{SERVICE}",
+            port=port,
+            parsed_addresses=hosts[:_MOST_ADDRESSES],
+            properties={"network": self._network, "peer": self._peer_id},
+            server=f"{self._peer_id[-16:].lower()}.local.",
+        )
+
+    def _changed(
+        self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange
+    ) -> None:
+        """Called in a thread of zeroconf's own."""
+        if state_change is ServiceStateChange.Removed or self._token is None:
+            return
+        try:
+            self._token.run_sync_soon(self._note, name)
+        except trio.RunFinishedError:
+            return
+
+    def _note(self, name: str) -> None:
+        try:
+            self._send.send_nowait(name)
+        except (trio.WouldBlock, trio.BrokenResourceError):
+            logger.debug("too many services on the local network")
+
+    async def _look_at(self, zeroconf: Zeroconf, name: str) -> None:
+        info = await trio.to_thread.run_sync(
+            lambda: zeroconf.get_service_info(SERVICE, name, timeout=_ASK_TIMEOUT)
+        )
+        if info is None:
+            return
+        details = info.decoded_properties
+        peer = details.get("peer") or ""
+        if details.get("network") != self._network or peer == self._peer_id:
+            return
+        addresses = []
+        for host in info.parsed_addresses(IPVersion.V4Only)[:_MOST_ADDRESSES]:
+            text = f"/ip4/{host}/udp/{info.port}/quic-v1/p2p/{peer}"
+            try:
+                named, _ = parse_address(text)
+            except DialError:
+                continue
+            addresses.append(text)
+            peer = named
+        if addresses:
+            logger.info("found %s on the local network", peer)
+            self._found(PeerId(peer), addresses)

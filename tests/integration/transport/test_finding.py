@@ -1,0 +1,120 @@
+"""Peers found by configuration, memory and mDNS, and links that come back."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from mesh.transport import LinkDown, LinkUp, ListenError, Transport, TransportConfig
+
+LOOPBACK = "/ip4/127.0.0.1/udp/0/quic-v1"
+
+
+async def wait_linked(transport: Transport, count: int = 1) -> None:
+    with trio.fail_after(10):
+        async with transport.events() as events:
+            while len(transport.links) < count:
+                await anext(events)
+
+
+def test_static_peer_is_linked_and_comes_back(network: Any) -> None:
+    async def main() -> None:
+        identity = network.identity("b")
+        async with network.open("b", identity=identity) as b:
+            address = b.addresses[0]
+            port = address.split("/")[4]
+            config = TransportConfig(listen=(LOOPBACK,), peers=(address,))
+            async with network.open("a", config) as a:
+                await wait_linked(a)
+                async with a.events() as events:
+                    b._links.shut()
+                    assert isinstance(await anext(events), LinkDown)
+                    with trio.fail_after(5):
+                        assert isinstance(await anext(events), LinkUp)
+                assert (
+                    port == a.links[b.peer_id].carrier.connection.get_remote_address()[1].__str__()
+                )
+
+    trio.run(main)
+
+
+def test_peer_that_starts_later_is_found(network: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        identity = network.identity("b")
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        listen = f"/ip4/127.0.0.1/udp/{port}/quic-v1"
+        config = TransportConfig(listen=(LOOPBACK,), peers=(f"{listen}/p2p/{identity.peer_id}",))
+        async with network.open("a", config) as a:
+            await trio.sleep(0.5)
+            async with network.open("b", TransportConfig(listen=(listen,)), identity=identity):
+                await wait_linked(a)
+
+    trio.run(main)
+
+
+def test_remembered_peer_is_dialled_after_a_restart(network: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        remember = tmp_path / "a" / "peers.json"
+        config = TransportConfig(listen=(LOOPBACK,), remember=remember)
+        identity = network.identity("a")
+        async with network.open("b") as b:
+            async with network.open("a", config, identity=identity) as a:
+                await b.connect(a.addresses[0])  # a is dialled, and remembers all the same
+                await wait_linked(a)
+                await trio.sleep(0.1)
+            assert remember.exists()
+            async with network.open("a", config, identity=identity) as a:
+                await wait_linked(a)
+                assert b.peer_id in a.links
+
+    trio.run(main)
+
+
+def test_mdns_finds_own_network_only(network: Any, make_authority: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        config = TransportConfig(listen=(LOOPBACK,), mdns=True, mdns_interfaces=("127.0.0.1",))
+        other = type(network)(tmp_path / "other", make_authority("othernet"))
+        async with (
+            other.open("stranger", config) as stranger,
+            network.open("a", config) as a,
+            network.open("b", config) as b,
+        ):
+            await wait_linked(a)
+            await wait_linked(b)
+            await trio.sleep(0.5)
+            assert set(a.links) == {b.peer_id}
+            assert set(b.links) == {a.peer_id}
+            assert not stranger.links
+
+    trio.run(main)
+
+
+def test_port_in_use_is_said_clearly(network: Any) -> None:
+    async def main() -> None:
+        async with network.open("a") as a:
+            listen = a.addresses[0].partition("/p2p/")[0]
+            with pytest.raises(ListenError, match="already in use"):
+                async with network.open("b", TransportConfig(listen=(listen,))):
+                    pass
+
+    trio.run(main)
+
+
+def test_wildcard_tells_real_addresses(network: Any) -> None:
+    async def main() -> None:
+        config = TransportConfig(listen=("/ip4/0.0.0.0/udp/0/quic-v1", "/ip6/::1/udp/0/quic-v1"))
+        async with network.open("a", config) as a, network.open("b", config) as b:
+            assert not any(
+                "/0.0.0.0/" in address or "/udp/0/" in address for address in a.addresses
+            )
+            by_ip6 = next(address for address in b.addresses if address.startswith("/ip6/"))
+            link = await a.connect(by_ip6)
+            assert link.carrier.connection.get_remote_address()[0] == "::1"
+
+    trio.run(main)
