@@ -16,9 +16,8 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mesh.gossip.advert import MAX_ADVERT
 from mesh.gossip.membership import MAX_NODES, Entry, Table
-from mesh.gossip.wire import WireError, decode, encode
+from mesh.gossip.wire import WireError
 from mesh.identity import PeerId
 
 KEY_BYTES = 8
@@ -122,22 +121,3 @@ def _within(
         age = 0.0 if entry.signed.peer == table.me else max(0.0, now - entry.heard)
         records.append(Record(age, entry.signed.envelope))
     return tuple(records), False
-
-
-def encode_records(records: Sequence[Record]) -> bytes:
-    return encode([[record.age, record.envelope] for record in records])
-
-
-def decode_records(data: bytes) -> tuple[Record, ...]:
-    """Raises :class:`~mesh.gossip.wire.WireError`. The envelopes are not yet verified."""
-    rows = decode(data, MAX_TRANSFER + 1024)
-    if not isinstance(rows, list) or len(rows) > MAX_NODES:
-        raise WireError("not a list of adverts")
-    records = []
-    for row in rows:
-        match row:
-            case [float(age), bytes(envelope)] if age >= 0.0 and len(envelope) <= MAX_ADVERT:
-                records.append(Record(age, envelope))
-            case _:
-                raise WireError("not an [age, advert]")
-    return tuple(records)

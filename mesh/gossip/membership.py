@@ -5,7 +5,7 @@ must carry out. Nothing here reads a clock; times are seconds of one monotonic c
 
 The life of a peer in the table::
 
-                 lost link, failed dial, two missed beats
+             lost link, failed dial, no answer, two missed beats
         alive  ------------------------------------------->  suspect
           ^  <-------------------------------------------      |
           |     proof of life, or a message sent later         | 3 s without either
@@ -149,12 +149,18 @@ class Unreachable:
 
 
 @dataclass(frozen=True, slots=True)
+class NoAnswer:
+    """Asked over its link whether it is there, the peer did not answer in time."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
 class ProofOfLife:
     """The peer just signed a nonce of ours, or spoke over its own link, in this boot."""
 
     peer: PeerId
     boot: int
-    sequence: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +184,7 @@ Event = (
     | LinkUp
     | LinkDown
     | Unreachable
+    | NoAnswer
     | ProofOfLife
     | Refused
     | Tick
@@ -204,6 +211,13 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
+class Doubt:
+    """Others should see for themselves whether this peer, which is silent, is there."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
 class Fetch:
     """This peer has said something that needs an advert of its which we lack."""
 
@@ -222,7 +236,7 @@ class Clash:
     """Another node runs with this node's key."""
 
 
-Effect = Became | Probe | Fetch | Reboot | Clash
+Effect = Became | Probe | Doubt | Fetch | Reboot | Clash
 
 
 def apply(table: Table, event: Event, now: float) -> tuple[Table, tuple[Effect, ...]]:
@@ -245,6 +259,9 @@ def apply(table: Table, event: Event, now: float) -> tuple[Table, tuple[Effect, 
             if peer in table.links:
                 return table, ()
             return _suspect(table, peer, "no address of it answers", now)
+        case NoAnswer(peer):
+            table, effects = _suspect(table, peer, "does not answer", now)
+            return table, (*effects, Doubt(peer)) if effects else ()
         case ProofOfLife():
             return _proof(table, event, now)
         case Refused(peers, reason):
@@ -422,10 +439,7 @@ def _proof(table: Table, event: ProofOfLife, now: float) -> tuple[Table, tuple[E
     alive = replace(entry, heard=now)
     if entry.status != "alive":
         alive = replace(alive, status="alive", reason="proof of life", since=now)
-    table, effects = _settle(table, entry, alive, now)
-    if event.sequence > entry.sequence:
-        effects = (*effects, Fetch(event.peer))
-    return table, effects
+    return _settle(table, entry, alive, now)
 
 
 def _refused(
@@ -464,7 +478,7 @@ def _tick(table: Table, now: float) -> tuple[Table, tuple[Effect, ...]]:
             effects.append(Became(peer, "suspect", "gone", changed[-1].reason))
         else:
             changed.append(replace(entry, status="suspect", reason="silent", since=now))
-            effects += [Became(peer, "alive", "suspect", "silent"), Probe(peer)]
+            effects += [Became(peer, "alive", "suspect", "silent"), Probe(peer), Doubt(peer)]
     if not changed and not forgotten:
         return table, ()
     return _with(table, *changed, without=forgotten), tuple(effects)

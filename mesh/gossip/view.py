@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
 
 from ca.certificate import Role
 from mesh.gossip.advert import Advert, Holding, HoldingLoad
 from mesh.gossip.membership import Entry, Status, Table
 from mesh.identity import PeerId
 
-Path = Literal["direct", "punched", "relayed"]
 _IDLE: Mapping[int, HoldingLoad] = MappingProxyType({})
 
 
@@ -26,7 +24,7 @@ class LinkView:
     """An open link of this node. ``rtt`` in seconds, None while unmeasured."""
 
     rtt: float | None
-    path: Path
+    path: str  # direct, punched or relayed
 
 
 @dataclass(frozen=True, slots=True)

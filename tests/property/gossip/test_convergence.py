@@ -13,9 +13,10 @@ import random
 from datetime import UTC, datetime
 
 import pytest
-from ca.certificate import Certificate, Role
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from mesh.gossip import anti_entropy
+
+from ca.certificate import Certificate, Role
+from mesh.gossip import anti_entropy, exchange
 from mesh.gossip.advert import Advert, SignedAdvert
 from mesh.gossip.membership import (
     AdvertHeard,
@@ -88,7 +89,7 @@ class Node:
     def probe(self, peer):
         target = self.world.nodes.get(peer)
         if target is not None and self.world.connected(self, target):
-            self.world.later(lambda: self.apply(ProofOfLife(peer, target.boot, target.sequence)))
+            self.world.later(lambda: self.apply(ProofOfLife(peer, target.boot)))
 
     def sync(self):
         if not self.up:
@@ -112,8 +113,8 @@ class Node:
         world.later(answer)
 
     def take(self, records):
-        sent = anti_entropy.decode_records(anti_entropy.encode_records(records))
-        for record in sent:
+        sent = exchange.decode_transfer(exchange.encode_transfer(records, ()))
+        for record in sent.records:
             self.world.transferred += 1000
             self.hear(self.world.adverts[record.envelope], record.age)
 

@@ -7,8 +7,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from ca.certificate import Certificate, Role
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from ca.certificate import Certificate, Role
 from mesh.gossip.advert import Advert, Holding, HoldingLoad, SignedAdvert
 from mesh.gossip.membership import AdvertHeard, LinkDown, Mine, Table, apply
 from mesh.gossip.view import LinkView, View, build_view

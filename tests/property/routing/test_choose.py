@@ -6,9 +6,10 @@ import random
 from collections import Counter
 
 import pytest
-from ca.certificate import Role
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from ca.certificate import Role
 from inference.errors import GenerationError
 from mesh.routing import Chain, InFlight, Local, Replica, RequestFacts, choose
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ca.certificate import Role
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from ca.certificate import Role
 from mesh.gossip.view import count_chains
 
 

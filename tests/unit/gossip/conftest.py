@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 from ca.certificate import Role, load_root
 from ca.issue import issue, make_root
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from mesh.identity import Identity, TrustStore, identity_of
 
 

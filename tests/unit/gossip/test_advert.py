@@ -7,9 +7,11 @@ from typing import Any
 
 import cbor2
 import pytest
-from ca.crl import build_crl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from ca.crl import build_crl
 from mesh.gossip.advert import (
     ADVERT_TAG,
     MAX_ADVERT,
@@ -28,7 +30,6 @@ from mesh.gossip.advert import (
     sign_load,
 )
 from mesh.gossip.wire import WIRE, WireError, decode, encode
-from pydantic import ValidationError
 
 
 def holding(id_: int = 0, **changes: Any) -> Holding:

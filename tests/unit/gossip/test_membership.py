@@ -6,8 +6,9 @@ import math
 from datetime import UTC, datetime
 
 import pytest
-from ca.certificate import Certificate, Role
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from ca.certificate import Certificate, Role
 from mesh.gossip.advert import Advert, HoldingLoad, LoadReport, SignedAdvert
 from mesh.gossip.membership import (
     MAX_REBOOTS,
@@ -111,7 +112,7 @@ def test_a_lost_link_makes_suspect_at_once_and_a_proof_of_life_ends_that(mesh):
         Became("A", "alive", "suspect", "reset"),
         Probe("A"),
     )
-    mesh(ProofOfLife("A", 1, 1), 1.2)
+    mesh(ProofOfLife("A", 1), 1.2)
     assert mesh.status() == "alive"
     mesh.tick_until(10.0)
     assert mesh.status() == "alive"
@@ -133,7 +134,7 @@ def test_a_failed_dial_makes_suspect_but_not_while_there_is_a_link(mesh):
     mesh(Unreachable("A"), 0.2)
     assert mesh.status() == "alive"
     mesh(LinkDown("A"), 0.3)
-    mesh(ProofOfLife("A", 1, 1), 0.4)
+    mesh(ProofOfLife("A", 1), 0.4)
     mesh(Unreachable("A"), 0.5)
     assert mesh.status() == "suspect"
 
@@ -169,7 +170,7 @@ def test_leave_is_final_for_that_boot(mesh):
     assert effects == (Became("A", "alive", "gone", "left"),)
     mesh(AdvertHeard(signed("A", sequence=1)), 1.5)
     mesh(AdvertHeard(signed("A", sequence=3)), 9.0)
-    mesh(ProofOfLife("A", 1, 9), 9.5)
+    mesh(ProofOfLife("A", 1), 9.5)
     mesh(LoadHeard("A", LoadReport(boot=1, sequence=10, beat=2.0)), 9.6)
     mesh(LinkDown("A"), 9.7)
     assert mesh.status() == "gone"
@@ -199,7 +200,7 @@ def test_a_killed_peer_that_restarts_before_anyone_noticed_replaces_itself(mesh)
 
 def test_news_of_a_boot_whose_advert_is_missing_is_fetched(mesh):
     assert mesh(LoadHeard("A", LoadReport(boot=1, sequence=2, beat=2.0)), 0.0) == (Fetch("A"),)
-    assert mesh(ProofOfLife("A", 1, 1), 0.1) == (Fetch("A"),)
+    assert mesh(ProofOfLife("A", 1), 0.1) == (Fetch("A"),)
     mesh(AdvertHeard(signed("A", boot=1)), 0.2)
     assert mesh(LoadHeard("A", LoadReport(boot=2, sequence=1, beat=2.0)), 0.3) == (Fetch("A"),)
     assert mesh.status() == "alive"
@@ -223,7 +224,7 @@ def test_a_refused_peer_is_gone_and_no_proof_of_life_helps(mesh):
     assert mesh(Refused(frozenset({"A", "unknown"}), "revoked"), 1.0) == (
         Became("A", "alive", "gone", "revoked"),
     )
-    mesh(ProofOfLife("A", 1, 1), 2.0)
+    mesh(ProofOfLife("A", 1), 2.0)
     mesh(LoadHeard("A", LoadReport(boot=1, sequence=9, beat=2.0)), 5.0)
     assert mesh.status() == "gone"
 

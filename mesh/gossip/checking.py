@@ -1,0 +1,69 @@
+"""Which peer to ask next whether it still answers. Pure.
+
+An idle mesh is quiet, and a machine that loses power says nothing. So each node asks one of its
+peers every two seconds, in turn; in a mesh of any size every node is then asked about every two
+seconds by somebody. Whoever gets no answer tells the others of its *doubt*, and each of them asks
+for itself: a doubt alone harms nobody.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+from mesh.gossip.membership import Table
+from mesh.identity import PeerId
+
+CHECK_EVERY = 2.0  # s
+ANSWER_TIME = 2.0  # s; a busy machine may pause for one
+DOUBT_KEPT = 5.0  # s in which nobody repeats what somebody has said
+
+
+class Checking:
+    """Whose turn it is, and which doubts are known already."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._turn: list[PeerId] = []
+        self._next = -math.inf
+        self._under_way: set[PeerId] = set()
+        self._doubts: dict[PeerId, float] = {}
+
+    def deadline(self, table: Table) -> float:
+        return self._next if table.links else math.inf
+
+    def due(self, table: Table, now: float, is_quiet: Callable[[PeerId], bool]) -> PeerId | None:
+        """The peer to ask now. ``is_quiet``: nothing came over its link for a while."""
+        if now < self.deadline(table):
+            return None
+        self._next = now + CHECK_EVERY
+        if not self._turn:
+            self._turn = sorted(table.links)
+            self._rng.shuffle(self._turn)
+        while self._turn:
+            peer = self._turn.pop()
+            if is_quiet(peer) and self.start(table, peer):
+                return peer
+        return None
+
+    def start(self, table: Table, peer: PeerId) -> bool:
+        """Whether to ask this peer now: it is alive, linked and not being asked."""
+        entry = table.entries.get(peer)
+        if entry is None or entry.status != "alive" or peer not in table.links:
+            return False
+        if peer in self._under_way:
+            return False
+        self._under_way.add(peer)
+        return True
+
+    def finished(self, peer: PeerId) -> None:
+        self._under_way.discard(peer)
+
+    def doubt(self, peer: PeerId, now: float) -> bool:
+        """Whether a doubt, our own or another's, is news."""
+        self._doubts = {p: at for p, at in self._doubts.items() if now - at < DOUBT_KEPT}
+        if peer in self._doubts:
+            return False
+        self._doubts[peer] = now
+        return True
