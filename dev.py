@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -49,6 +50,10 @@ def set_up() -> None:
     for arguments in (["-r", "requirements.lock"], ["--no-deps", "--editable", "."]):
         if subprocess.call([*pip, *arguments], cwd=ROOT) != 0:
             sys.exit("dev: installing failed; the lines above say why")
+    # libp2p needs the package trio-typing at run time; the stubs of an old trio that come with it
+    # would hide trio's own types from mypy.
+    for stubs in VENV.glob("[Ll]ib*/**/site-packages/trio-stubs"):
+        shutil.rmtree(stubs)
     STAMP.write_text(stamp)
 
 

@@ -23,11 +23,11 @@ class ControlPort(Protocol):
 
     def status(self) -> dict[str, Any]: ...
 
-    def peers(self) -> list[dict[str, Any]]: ...
+    def peer_table(self) -> list[dict[str, Any]]: ...
 
-    def models(self) -> list[dict[str, Any]]: ...
+    def model_table(self) -> list[dict[str, Any]]: ...
 
-    def discovered(self) -> list[dict[str, Any]]: ...
+    def discovered_table(self) -> list[dict[str, Any]]: ...
 
     def stop(self) -> None: ...
 
@@ -60,13 +60,13 @@ def create_control_app(node: ControlPort, api: ASGIApp, token: str) -> ASGIApp:
         return JSONResponse(node.status())
 
     async def peers(_: Request) -> JSONResponse:
-        return JSONResponse(node.peers())
+        return JSONResponse(node.peer_table())
 
     async def models(_: Request) -> JSONResponse:
-        return JSONResponse(node.models())
+        return JSONResponse(node.model_table())
 
     async def discovered(_: Request) -> JSONResponse:
-        return JSONResponse(node.discovered())
+        return JSONResponse(node.discovered_table())
 
     async def stop(_: Request) -> JSONResponse:
         node.stop()

@@ -10,28 +10,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from inference.generation import GenerateRequest, TokenEvent
-
-
-@dataclass(frozen=True)
-class Started:
-    """A node has taken the request. Comes before the first token, and again for a successor."""
-
-    node: str  # PeerId
-
-
-@dataclass(frozen=True)
-class Completed:
-    """The record of a finished answer: the last item of a successful one, after ``finish``."""
-
-    node: str  # PeerId of who answered
-    receipt: bytes  # signed, already verified by this node
-    nodes: Sequence[str]  # PeerId of everyone who took part, in order of first appearance
-    timings: Mapping[str, float]  # seconds
-    token_ids: Sequence[int]  # the whole output, what was resumed included
-
-
-AnswerEvent = Started | TokenEvent | Completed
+from inference.generation import GenerateRequest
+from mesh.forward.events import AnswerEvent
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ async def serve(
                     partial(
                         trio.serve_listeners,
                         server.handle,
-                        listeners,
+                        list(listeners),
                         handler_nursery=connections,
                     )
                 )

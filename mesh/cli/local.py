@@ -17,8 +17,8 @@ from typing import Any
 import httpx2
 
 from mesh.cli.exits import CommandError, Exit
+from mesh.home import CONTROL_FILE
 
-CONTROL_FILE = "control.json"
 MAX_CONTROL_FILE = 4096
 _START_RETRY = 0.1  # s
 

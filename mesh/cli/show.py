@@ -51,7 +51,7 @@ def discover(config: NodeConfig, options: argparse.Namespace) -> int:
         config,
         options,
         "/control/discovered",
-        ("peer", "seen_by", "connected", "addresses"),
+        ("peer", "connected", "addresses"),
         "nothing seen on the local network",
     )
 

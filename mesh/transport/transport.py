@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import Any
 
 import trio
@@ -23,7 +24,7 @@ from mesh.transport.contacts import Contacts
 from mesh.transport.errors import NotAdmitted, TransportError
 from mesh.transport.frames import FrameKind, encode_body
 from mesh.transport.host import build_host, key_pair_of
-from mesh.transport.keeper import Keeper
+from mesh.transport.keeper import MAX_KEPT, Keeper
 from mesh.transport.link import Link
 from mesh.transport.links import LinkEvent, Links
 from mesh.transport.liveness import LivenessPolicy
@@ -85,6 +86,7 @@ class Transport:
             liveness=config.liveness,
             renewed=self._renewed_peer,
         )
+        self._sightings: dict[PeerId, tuple[str, ...]] = {}
         self._contacts = Contacts(config.remember)
         self._keeper = Keeper(self.peer_id, self._links, self._contacts, rng=Random())
         self._door = Door(self._links.offered)
@@ -136,10 +138,21 @@ class Transport:
             discovery = LocalDiscovery(
                 network=self._trust.network,
                 peer_id=self.peer_id,
-                found=self._keeper.keep,
+                found=self._found,
                 interfaces=self.config.mdns_interfaces,
             )
             nursery.start_soon(discovery.run, self.addresses)
+
+    def _found(self, peer: PeerId, addresses: Sequence[str]) -> None:
+        # A bounded memory: what answers to mDNS is unproved until the handshake.
+        if peer in self._sightings or len(self._sightings) < MAX_KEPT:
+            self._sightings[peer] = tuple(addresses)
+        self._keeper.keep(peer, addresses)
+
+    @property
+    def sightings(self) -> Mapping[PeerId, tuple[str, ...]]:
+        """Who has been seen on the local network, admitted or not, and where. A live view."""
+        return MappingProxyType(self._sightings)
 
     # -- addresses ----------------------------------------------------------------------------
 

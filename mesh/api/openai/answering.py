@@ -27,7 +27,8 @@ from inference.generation import Finish, GenerateRequest, TokenEvent
 from mesh.api.errors import ApiError, from_generation, internal_error, json_response
 from mesh.api.openai.shapes import Json, Shape
 from mesh.api.openai.translate import Ask
-from mesh.api.ports import AnswerEvent, Completed, Node, Started
+from mesh.api.ports import Node
+from mesh.forward.events import AnswerEvent, Completed, Started
 
 logger = logging.getLogger(__name__)
 

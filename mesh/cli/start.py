@@ -1,0 +1,88 @@
+"""`meshnode start`: the node in the foreground, until SIGINT or SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+import time
+
+import trio
+
+from inference.store.errors import StoreError
+from inference.store.manifest import ModelManifest
+from inference.store.store import ModelStore
+from mesh.cli.exits import CommandError, Exit
+from mesh.config import NodeConfig
+from mesh.node import Node, Ready, StartError, StartProblem, load_credentials
+
+_EXITS: dict[StartProblem, Exit] = {
+    "running": Exit.NOT_RUNNING,
+    "certificate": Exit.CERTIFICATE,
+    "address": Exit.ADDRESS,
+    "model": Exit.MODEL,
+}
+
+
+def start(config: NodeConfig, _: argparse.Namespace) -> int:
+    _set_up_logging(config.log)
+    try:
+        identity, trust = load_credentials(config, time.time())
+        node = Node(config, identity, trust, _fetch_models(config))
+        trio.run(_run, node, restrict_keyboard_interrupt_to_checkpoints=True)
+    except StartError as error:
+        raise CommandError(_EXITS[error.problem], str(error)) from error
+    return Exit.OK
+
+
+def _fetch_models(config: NodeConfig) -> list[ModelManifest]:
+    """The models to serve, fetched where they are missing."""
+    if not config.model:
+        return []
+    from mesh.cli.model import pull_with_progress
+
+    store = ModelStore(config.models)
+    try:
+        return [pull_with_progress(store, name) for name in config.model]
+    except StoreError as error:
+        raise StartError("model", str(error)) from error
+
+
+async def _run(node: Node) -> None:
+    async with trio.open_nursery() as nursery:
+        await nursery.start(_stop_on_signal, node)
+        await node.run(_print_ready)
+        nursery.cancel_scope.cancel()
+
+
+async def _stop_on_signal(
+    node: Node, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+) -> None:
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        task_status.started()
+        asked = False
+        async for _ in signals:
+            if asked:  # the second one means now
+                raise KeyboardInterrupt
+            asked = True
+            node.stop()
+
+
+def _print_ready(ready: Ready) -> None:
+    print(f"ready api={ready.api} peer={ready.peer} listen={','.join(ready.listen)}", flush=True)
+
+
+def _set_up_logging(level: str) -> None:
+    names = logging.getLevelNamesMapping()
+    if level.upper() not in names:
+        raise CommandError(Exit.USAGE, f"log: {level!r} is not debug, info, warning or error")
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=names[level.upper()],
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    # py-libp2p logs every stream that a peer resets; what matters of that our transport says.
+    if level.upper() != "DEBUG":
+        for library in ("libp2p", "async_service", "quic"):
+            logging.getLogger(library).setLevel(logging.CRITICAL)

@@ -1,0 +1,158 @@
+"""What this node has loaded, and what its adverts and load reports say of that.
+
+A holding is announced before it is ready, so that others see it coming, and gets its measured speed
+when it is: one short generation that also warms the device up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import trio
+
+from inference.engines import LanguageEngine, Load
+from inference.errors import GenerationError
+from inference.generation import Finish, GenerateRequest, SamplingParams
+from inference.store.manifest import ModelManifest
+from mesh.gossip.advert import Holding, HoldingLoad
+from mesh.receipts import ModelIdentity
+
+_log = logging.getLogger(__name__)
+
+# The measurement is the shape of a small chat: enough tokens to be past the first ones' overhead.
+_PROBE_PROMPT = 128  # tokens
+_PROBE_OUTPUT = 17  # the first comes with the prompt; 16 steps are timed
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A whole model that is ready on this node."""
+
+    holding: Holding
+    engine: LanguageEngine
+
+    @property
+    def identity(self) -> ModelIdentity:
+        model = self.engine.model
+        return ModelIdentity(name=model.name, digest=model.digest, layers=model.layers)
+
+
+class Holdings:
+    """The models of this node. ``on_change`` is called when what adverts should say has changed,
+    ``on_load`` when the load has; both in the trio thread."""
+
+    def __init__(self, *, on_change: Callable[[], None], on_load: Callable[[], None]) -> None:
+        self._on_change = on_change
+        self._on_load = on_load
+        self._announced: dict[int, Holding] = {}
+        self._replicas: dict[int, Replica] = {}
+
+    @property
+    def announced(self) -> tuple[Holding, ...]:
+        return tuple(self._announced.values())
+
+    @property
+    def loads(self) -> tuple[HoldingLoad, ...]:
+        return tuple(
+            HoldingLoad(id=number, active=load.active, waiting=load.waiting)
+            for number, load in ((n, r.engine.load()) for n, r in self._replicas.items())
+        )
+
+    @property
+    def ready(self) -> bool:
+        return all(holding.ready for holding in self._announced.values())
+
+    def replica(self, model: str, digest: str | None = None) -> Replica | None:
+        """A ready replica of ``model``; of these weights, where a digest is given."""
+        for replica in self._replicas.values():
+            holding = replica.holding
+            if holding.model == model and digest in (None, holding.digest):
+                return replica
+        return None
+
+    def expect(self, manifest: ModelManifest, *, device: str, slots: int, queue: int) -> int:
+        """Announce a replica that is about to be loaded; returns its number."""
+        number = len(self._announced)
+        self._announced[number] = Holding(
+            id=number,
+            model=manifest.name,
+            digest=manifest.digest,
+            kind="replica",
+            first=0,
+            last=manifest.layers,
+            layers=manifest.layers,
+            context_length=manifest.context_length,
+            device=device,
+            ready=False,
+            slots=slots,
+            queue=queue,
+        )
+        self._on_change()
+        return number
+
+    async def add(self, number: int, engine: LanguageEngine) -> None:
+        """Take over an engine for the expected replica ``number``: measure it, announce it."""
+        speed = await measure(engine)
+        holding = self._announced[number].model_copy(update={"ready": True, **speed})
+        self._announced[number] = holding
+        self._replicas[number] = Replica(holding, engine)
+
+        def load_changed(_: Load) -> None:
+            self._on_load()
+
+        engine.on_load_change(load_changed)
+        self._on_change()
+        self._on_load()
+
+    async def aclose(self) -> None:
+        """End all requests and unload everything."""
+        with trio.CancelScope(shield=True):
+            for replica in self._replicas.values():
+                await replica.engine.aclose()
+
+
+async def measure(engine: LanguageEngine) -> dict[str, float]:
+    """``prefill_seconds`` per prompt token and ``decode_seconds`` per step, of one session alone.
+
+    Raises GenerationError when the engine cannot generate at all.
+    """
+    manifest = engine.model
+    length = min(_PROBE_PROMPT, manifest.context_length // 2)
+    request = GenerateRequest(
+        model=manifest.name,
+        # Any tokens do: the time does not depend on which.
+        prompt_tokens=tuple(1 + n % 32 for n in range(length)),
+        max_tokens=_PROBE_OUTPUT,
+        ignore_eos=True,
+        sampling=SamplingParams(temperature=0.0),
+    )
+    await _generate(engine, request)  # first use: memory is touched, kernels are chosen
+    # Another beginning, or a prefix cache would answer.
+    again = request.model_copy(update={"prompt_tokens": tuple(40 + n % 31 for n in range(length))})
+    finish = await _generate(engine, again)
+    steps = max(1, finish.completion_tokens - 1)
+    speed = {
+        "prefill_seconds": max(finish.prefill_seconds / length, 1e-7),
+        "decode_seconds": max(finish.decode_seconds / steps, 1e-6),
+    }
+    _log.info(
+        "%s on %s: prefill %.0f tokens/s, decode %.1f tokens/s",
+        manifest.name,
+        engine.device,
+        1 / speed["prefill_seconds"],
+        1 / speed["decode_seconds"],
+    )
+    return speed
+
+
+async def _generate(engine: LanguageEngine, request: GenerateRequest) -> Finish:
+    finish: Finish | None = None
+    async with aclosing(engine.generate(request)) as events:
+        async for event in events:
+            finish = event.finish
+    if finish is None:
+        raise GenerationError("engine_failed", f"{engine.model.name} ended without an end")
+    return finish

@@ -1,0 +1,313 @@
+"""The composition root: builds the parts of a node and runs them in one nursery."""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import trio
+
+from ca.files import KEY_FILE
+from ca.naming import Role
+from inference.errors import GenerationError
+from inference.generation import GenerateRequest
+from inference.store.manifest import ModelManifest
+from mesh import describe
+from mesh.api import (
+    BindError,
+    Health,
+    ModelInfo,
+    create_app,
+    open_listeners,
+    serve,
+)
+from mesh.api.control import create_control_app
+from mesh.config import NodeConfig
+from mesh.forward.answer import Surroundings, answer
+from mesh.forward.events import AnswerEvent
+from mesh.forward.execution import Run, WholeModel
+from mesh.forward.serving import ForwardServer
+from mesh.gossip.service import GossipService
+from mesh.gossip.view import View
+from mesh.holdings import Holdings
+from mesh.home import HomeLock, control_file, next_boot, remember_boot
+from mesh.identity import (
+    CertificateFileError,
+    Identity,
+    KeyFileError,
+    PeerId,
+    TrustStore,
+    load_identity,
+)
+from mesh.routing import InFlight, Local, RequestFacts, Route, choose
+from mesh.transport import DialError, Link, ListenError, Transport, TransportConfig
+
+_log = logging.getLogger(__name__)
+
+RECHECK_EVERY = 30.0  # s between looks at the dates of live connections' certificates
+HAND_OVER_SECONDS = 5.0  # for others' generations when this node stops
+
+StartProblem = Literal["running", "certificate", "address", "model"]
+
+
+class StartError(Exception):
+    """A node that cannot start; the message is one line for the user."""
+
+    def __init__(self, problem: StartProblem, message: str) -> None:
+        super().__init__(message)
+        self.problem: StartProblem = problem
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Where a node that serves can be reached."""
+
+    api: str
+    peer: PeerId
+    listen: tuple[str, ...]
+
+
+def load_credentials(config: NodeConfig, now: float) -> tuple[Identity, TrustStore]:
+    """Key, certificate, roots and revocation lists. Raises StartError."""
+    try:
+        identity = load_identity(config.home / KEY_FILE, config.certificate_path, now=now)
+        trust = TrustStore(identity.network, identity.roots, config.home / "revoked")
+        trust.verify_peer(identity.certificate.chain_der, identity.peer_id, now)
+    except (CertificateFileError, KeyFileError) as error:
+        raise StartError("certificate", str(error)) from error
+    return identity, trust
+
+
+class Node:
+    """One node. :meth:`run` is its life; the rest is what the HTTP endpoints ask of it."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        identity: Identity,
+        trust: TrustStore,
+        models: Sequence[ModelManifest],
+    ) -> None:
+        self._config = config
+        self._identity = identity
+        self._trust = trust
+        self._models = models
+        self._rng = random.Random()
+        self._in_flight = InFlight()
+        self._holdings = Holdings(on_change=self._announce, on_load=self._report)
+        self._started_at = time.time()
+        self._stop = trio.Event()
+        self._closing = trio.Event()
+        self._serving = False
+        # Set by `run`; nothing is served before.
+        self._transport: Transport
+        self._gossip: GossipService
+
+    # -- life ---------------------------------------------------------------------------------
+
+    async def run(self, ready: Callable[[Ready], None]) -> None:
+        """Start everything, call ``ready``, and run until :meth:`stop`.
+
+        Raises StartError, with everything that had been started closed again.
+        """
+        if self._models and Role.SERVE not in self._identity.certificate.roles:
+            raise StartError(
+                "certificate", "the certificate lacks the role serve: no model can be served"
+            )
+        with HomeLock(self._config.home) as lock:
+            if not lock.held:
+                raise StartError("running", f"a node is running in {self._config.home} already")
+            transport_config = TransportConfig(
+                listen=self._config.listen,
+                peers=self._config.peer,
+                remember=self._config.home / "peers.json",
+                mdns=self._config.mdns,
+            )
+            try:
+                async with Transport.open(
+                    transport_config, self._identity, self._trust
+                ) as self._transport:
+                    await self._run_services(ready)
+            except* (ListenError, DialError) as group:
+                raise StartError("address", str(_first(group))) from None
+            except* BindError as group:
+                raise StartError("address", str(_first(group))) from None
+            except* GenerationError as group:
+                raise StartError("model", str(_first(group))) from None
+            except* StartError as group:
+                raise _first(group) from None
+
+    async def _run_services(self, ready: Callable[[Ready], None]) -> None:
+        config = self._config
+        listeners = await open_listeners([config.api], api_key=config.api_key)
+        control_listeners = await open_listeners(["127.0.0.1:0"], api_key=None)
+        self._gossip = GossipService(
+            self._transport,
+            self._identity,
+            self._trust,
+            boot=next_boot(config.home, time.time()),
+            rng=self._rng,
+            on_boot=partial(remember_boot, config.home),
+        )
+        self._forward = ForwardServer(self._identity, self._find)
+        token = secrets.token_urlsafe(24)
+        api = create_app(self, api_key=config.api_key, closing=self._closing)
+        # The control endpoint is behind a token of its own, so its copy of the API has no key.
+        control = create_control_app(self, create_app(self, closing=self._closing), token)
+        async with self._forward.serving(self._transport), trio.open_nursery() as nursery:
+            await nursery.start(self._gossip.run)
+            nursery.start_soon(self._recheck)
+            await self._load_models()
+            serving = partial(serve, stop=self._stop, closing=self._closing)
+            async with trio.open_nursery() as endpoints:
+                urls = await endpoints.start(serving, api, listeners)
+                control_urls = await endpoints.start(serving, control, control_listeners)
+                with control_file(config.home, url=control_urls[0], token=token):
+                    self._serving = True
+                    ready(Ready(urls[0], self._identity.peer_id, tuple(self._transport.addresses)))
+                    await self._stop.wait()
+                    _log.info("stopping")
+                    self._gossip.announce(state="draining")
+                    await self._forward.leave(HAND_OVER_SECONDS)
+            await self._gossip.leave()
+            nursery.cancel_scope.cancel()
+        await self._holdings.aclose()
+
+    async def _load_models(self) -> None:
+        """Load what this node is to serve. Raises GenerationError."""
+        from mesh.loading import device_facts, open_engine  # a node without models needs no runtime
+
+        device = self._config.device
+        if not self._models:
+            return
+        self._gossip.announce(devices=device_facts())
+        for manifest in self._models:
+            number = self._holdings.expect(
+                manifest, device=device, slots=self._config.slots, queue=self._config.queue
+            )
+            engine = await open_engine(manifest, self._config)
+            await self._holdings.add(number, engine)
+
+    async def _recheck(self) -> None:
+        """Certificates end while connections live."""
+        while True:
+            await trio.sleep(RECHECK_EVERY)
+            self._transport.recheck(time.time())
+
+    # -- what gossip and routing hear -----------------------------------------------------------
+
+    def _announce(self) -> None:
+        self._gossip.announce(holdings=self._holdings.announced)
+
+    def _report(self) -> None:
+        self._gossip.report(self._holdings.loads)
+
+    def _find(self, request: GenerateRequest) -> Run:
+        """What runs a peer's request here. Raises GenerationError."""
+        replica = self._holdings.replica(request.model)
+        if replica is None:
+            raise GenerationError(
+                "model_not_found", f"{request.model!r} is not served here", param="model"
+            )
+        return WholeModel(replica.engine, replica.identity, self._identity)
+
+    def _run_here(self, request: GenerateRequest, route: Route) -> Run:
+        if not isinstance(route, Local):
+            raise GenerationError("node_lost", "no chain starts at this node")
+        return self._find(request)
+
+    def _choose_route(self, facts: RequestFacts) -> Route:
+        return choose(self._gossip.view, facts, rng=self._rng, in_flight=self._in_flight)
+
+    def _track(self, route: Route) -> Callable[[], None]:
+        ticket = self._in_flight.started(route, trio.current_time())
+        return lambda: ticket.ended(trio.current_time())
+
+    async def _reach(self, peer: PeerId) -> Link:
+        link = self._transport.link(peer)
+        if link is not None:
+            return link
+        node = self._gossip.view.nodes.get(peer)
+        return await self._transport.link_to(peer, node.advert.addresses if node else ())
+
+    # -- the HTTP port ----------------------------------------------------------------------------
+
+    async def answer(
+        self, request: GenerateRequest, request_id: str
+    ) -> AsyncGenerator[AnswerEvent, None]:
+        around = Surroundings(
+            identity=self._identity,
+            trust=self._trust,
+            choose_route=self._choose_route,
+            run_here=self._run_here,
+            reach=self._reach,
+            track=self._track,
+            clock=time.time,
+        )
+        async with aclosing(answer(request, request_id, around)) as events:
+            async for event in events:
+                yield event
+
+    def models(self) -> Sequence[ModelInfo]:
+        return describe.api_models(self._gossip.view, created=int(self._started_at))
+
+    def view(self) -> Mapping[str, Any]:
+        return describe.view(self._gossip.view)
+
+    def capabilities(self) -> Mapping[str, Any]:
+        view = self._gossip.view
+        return describe.node(view.nodes[view.me])
+
+    def health(self) -> Health:
+        waiting = [] if self._serving else ["starting"]
+        waiting += [f"loading {h.model}" for h in self._holdings.announced if not h.ready]
+        if self._stop.is_set():
+            waiting.append("stopping")
+        return Health(self._identity.peer_id, not waiting, waiting)
+
+    # -- the control port -------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        view = self._gossip.view
+        return describe.status(
+            view,
+            self._identity,
+            listen=self._transport.addresses,
+            api=self._config.api,
+            home=str(self._config.home),
+            uptime=time.time() - self._started_at,
+        )
+
+    def peer_table(self) -> list[dict[str, Any]]:
+        return describe.peers(self._gossip.view)
+
+    def model_table(self) -> list[dict[str, Any]]:
+        return describe.models(self._gossip.view)
+
+    def discovered_table(self) -> list[dict[str, Any]]:
+        return describe.sightings(self._transport.sightings, self._transport.links)
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    async def wait(self, *, peers: int, model: str | None, timeout: float) -> bool:
+        def holds(view: View) -> bool:
+            return len(view.alive) >= peers and (model is None or view.can_use(model))
+
+        with trio.move_on_after(timeout) as limit:
+            await self._gossip.wait_until(holds)
+        return not limit.cancelled_caught
+
+
+def _first(group: BaseExceptionGroup[Any]) -> Exception:
+    error: Any = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error  # type: ignore[no-any-return]
