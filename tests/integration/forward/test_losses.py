@@ -76,8 +76,8 @@ def break_at(node: Any, position: int, entry: Any) -> None:
     "change",
     [
         {},
-        {"stop": (" 38", "0é\x00")},  # appears after the cut
-        {"stop": (" 27 ", "29é 30")},  # lies across it
+        {"stop": (" 3637",)},  # appears after the cut
+        {"stop": ("728é 3", "nowhere")},  # lies across it, and so does a character
         {"max_tokens": 21},
         {"max_tokens": 20},
     ],
@@ -92,6 +92,7 @@ def test_the_answer_is_the_one_of_an_unbroken_run(
         request = REQUEST.model_copy(update=change)
         entry.routes = [two]
         unbroken = await collect(answer(request, "r0", entry.around))
+        assert (unbroken[-2].finish.reason == "stop") == ("stop" in change)
         entry.routes = [one, two if by == "remote" else entry]
         break_at(one, 20, entry)
         events = await collect(answer(request, "r1", entry.around))
@@ -206,7 +207,7 @@ def test_a_busy_pause_of_a_second_loses_nothing(start: Any) -> None:
         entry, one, two = await nodes(stack, start, "entry", "one", "two")
         entry.routes = [one, two]
         one.engine.seconds_per_token = SILENCE_SECONDS * 1.5
-        request = REQUEST.model_copy(update={"max_tokens": 2})
+        request = REQUEST.model_copy(update={"max_tokens": 1})
         events = await collect(answer(request, "r", entry.around))
         assert [n["node"] for n in events[-1].nodes] == [one.peer]
 
