@@ -244,7 +244,7 @@ class ChainHead:
             self._pump()
 
     def _close_on_stages(self, numbers: Sequence[int]) -> None:
-        message = Close(chain=self.ring.id, sessions=tuple(numbers))
+        message = Close(chain=self.ring.id, epoch=self.ring.epoch, sessions=tuple(numbers))
         for hop in self.route:
             self._relay.nursery.start_soon(self._close_at, hop.peer, message)
 
@@ -464,6 +464,9 @@ class ChainHead:
         if spare is not None:
             _log.info("layers %d-%d: %s takes over from %s", hop.first, hop.last, spare, peer)
             self.ring.replace(rank, spare)
+            # It may live, and only its neighbour cannot reach it.
+            forget = Close(chain=self.ring.id, epoch=self.ring.epoch)
+            self._relay.nursery.start_soon(self._close_at, peer, forget)
         elif peer in useless:
             raise GenerationError(
                 "node_lost",

@@ -108,9 +108,13 @@ class Grow(Wire):
 
 
 class Close(Wire):
-    """Forget sessions, or with none named the whole chain. What is not there is fine."""
+    """Forget sessions, or with none named the whole chain unless it is past ``epoch`` by now.
+
+    What is not there is fine.
+    """
 
     chain: ChainId
+    epoch: Number
     sessions: Annotated[tuple[Number, ...], Listed] = Field((), max_length=MAX_SESSIONS)
 
 

@@ -219,7 +219,8 @@ class SessionTable:
             return []
         self._owned(sender, message.chain)
         if not message.sessions:
-            return self._forget(chain.id)
+            # A node that was replaced may be back in the chain when it hears that it was.
+            return self._forget(chain.id) if chain.epoch <= message.epoch else []
         return self._end(chain, message.sessions)
 
     def drop_head(self, peer: PeerId) -> list[Session]:

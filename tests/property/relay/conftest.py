@@ -1,0 +1,365 @@
+"""A whole mesh in memory: toy stages whose output depends on every token before it, links that can
+be slow, cut, or silent, and a reference to compare with."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import cbor2
+import numpy as np
+import pytest
+import trio
+
+from inference.errors import GenerationError
+from inference.generation import SamplingParams
+from inference.paged import StageRange
+from inference.sampling import Sampled, Sampler, sample
+from inference.stage import Part, StageRefusal, StepBatch
+from mesh.identity import PeerId
+from mesh.relay.chain import ChainHead
+from mesh.relay.host import StageHost
+from mesh.relay.links import PeerLost
+from mesh.relay.ring import Hop
+from mesh.relay.service import Relay
+from mesh.relay.session_state import HeadSession
+
+HIDDEN = 8
+VOCABULARY = 64
+DIGEST = "d" * 64
+
+
+def peer(name: str) -> PeerId:
+    return PeerId(f"{name:Q<52}")
+
+
+class ToyStage:
+    """Layers that hash. The hidden state after a layer at a position depends on the hidden states
+    before the layer at all positions up to it, so any token lost, doubled or misplaced shows."""
+
+    def __init__(self, first: int, last: int, layers: int, *, blocks: int = 64) -> None:
+        self.range = StageRange(first, last, layers)
+        self.hidden = HIDDEN
+        self.block_size = 16
+        self.blocks = blocks
+        self.context_length = min(512, blocks * 16)
+        self._kv: dict[int, list[list[bytes]]] = {}  # session -> position -> state per layer
+        self.positions = 0  # computed in all
+        self.largest = 0  # sessions in one step
+
+    def __contains__(self, session: int) -> bool:
+        return session in self._kv
+
+    @property
+    def sessions(self) -> int:
+        return len(self._kv)
+
+    def open(self, session: int) -> None:
+        self._kv[session] = []
+
+    def close(self, session: int) -> None:
+        self._kv.pop(session, None)
+
+    def step(self, batch: StepBatch) -> np.ndarray:
+        used = sum(-(-len(kv) // self.block_size) for kv in self._kv.values())
+        self.largest = max(self.largest, len(batch.parts))
+        out: list[np.ndarray] = []
+        at = 0
+        for part in batch.parts:
+            self._check(part)
+            kv = self._kv[part.session]
+            used -= -(-len(kv) // self.block_size)
+            del kv[part.past :]
+            for row in batch.rows[at : at + part.count]:
+                out.append(self._layers(kv, row))
+            used += -(-len(kv) // self.block_size)
+            at += part.count
+        if used > self.blocks:
+            raise StageRefusal("out_of_blocks", "no blocks")
+        self.positions += at
+        if not self.range.is_last:
+            return np.array(out, np.float32)
+        return np.array([self._logits(out[i]) for i in batch.sampled], np.float32).reshape(
+            -1, VOCABULARY
+        )
+
+    def _check(self, part: Part) -> None:
+        if part.session not in self._kv:
+            raise StageRefusal("unknown_session", "not open", part.session)
+        if part.past > len(self._kv[part.session]):
+            raise StageRefusal("bad_past", "too much", part.session)
+
+    def _layers(self, kv: list[list[bytes]], row: Any) -> np.ndarray:
+        hidden = (
+            np.array([row % 64, row // 64, 1, 2, 3, 4, 5, 6], np.float32)
+            if self.range.is_first
+            else np.asarray(row, np.float32)
+        )
+        before = kv[-1] if kv else [b""] * (self.range.last - self.range.first)
+        states = []
+        for layer, state in zip(range(self.range.first, self.range.last), before, strict=True):
+            digest = hashlib.blake2b(
+                state + hidden.tobytes() + bytes([layer]), digest_size=2 * HIDDEN
+            ).digest()
+            states.append(digest)
+            # Whole numbers that a half float holds exactly.
+            hidden = (np.frombuffer(digest, "<u2") % 2048).astype(np.float32)
+        kv.append(states)
+        return hidden
+
+    @staticmethod
+    def _logits(hidden: np.ndarray) -> np.ndarray:
+        seed = hashlib.blake2b(hidden.tobytes(), digest_size=8).digest()
+        return np.random.default_rng(list(seed)).normal(size=VOCABULARY).astype(np.float32) * 3
+
+
+def reference(
+    tokens: Sequence[int], prompt: int, length: int, sampling: SamplingParams, layers: int
+) -> list[int]:
+    """What a session gives: all of its tokens, by a stage that is not cut."""
+    stage = ToyStage(0, layers, layers)
+    stage.open(1)
+    sampler = Sampler(sampling, tokens[:prompt])
+    known = list(tokens)
+    for token in known[prompt:]:
+        sampler.count(token)
+    past = 0
+    while len(known) < length:
+        rows = np.array(known[past:], np.int64)
+        logits = stage.step(StepBatch([Part(1, past, len(rows))], rows, [len(rows) - 1]))
+        past = len(known)
+        [drawn] = sample(logits, [sampler], [len(known) - prompt])
+        assert isinstance(drawn, Sampled)
+        sampler.count(drawn.token_id)
+        known.append(drawn.token_id)
+    return known
+
+
+@dataclass
+class MemoryLinks:
+    """The links of one node of a :class:`World`."""
+
+    world: World
+    me: PeerId
+
+    async def reach(self, peer: PeerId) -> None:
+        self.world.check(self.me, peer)
+
+    async def request(
+        self, peer: PeerId, kind: str, body: Any, payload: Any = b"", *, timeout: float
+    ) -> Any:
+        self.world.check(self.me, peer)
+        wire = cbor2.dumps(body)
+        with trio.move_on_after(timeout):
+            await self.world.pause(peer)
+            self.world.check(self.me, peer)
+            answer = await self.world.relays[peer].answer(
+                self.me, kind, cbor2.loads(wire), bytes(payload)
+            )
+            await self.world.pause(self.me)
+            self.world.check(self.me, peer)
+            return cbor2.loads(cbor2.dumps(answer))
+        raise PeerLost(peer, "no answer")
+
+    async def send(
+        self, peer: PeerId, kind: str, body: Any, payload: Any = b"", *, bulky: bool = False
+    ) -> None:
+        self.world.check(self.me, peer)
+        self.world.post(self.me, peer, bulky, (kind, cbor2.dumps(body), bytes(payload)))
+
+    def serial(self, peer: PeerId) -> int | None:
+        return 1
+
+
+@dataclass
+class World:
+    """Nodes with one toy stage each. ``delay`` is the longest time a message takes, in seconds."""
+
+    rng: random.Random
+    delay: float = 0.0
+    relays: dict[PeerId, Relay] = field(default_factory=dict)
+    stages: dict[PeerId, ToyStage] = field(default_factory=dict)
+    hosts: dict[PeerId, StageHost] = field(default_factory=dict)
+    dead: set[PeerId] = field(default_factory=set)
+    hung: dict[PeerId, trio.Event] = field(default_factory=dict)
+    cuts: set[frozenset[PeerId]] = field(default_factory=set)
+    tap: Callable[[PeerId, PeerId, str, Any], None] = lambda *_: None
+    _queues: dict[tuple[PeerId, PeerId, bool], deque[Any]] = field(default_factory=dict)
+    _scopes: dict[PeerId, trio.CancelScope] = field(default_factory=dict)
+    nursery: trio.Nursery | None = None
+
+    async def add(self, name: str, first: int, last: int, layers: int, **options: Any) -> PeerId:
+        me = peer(name)
+        kept = {"kept_bytes": options.pop("kept_bytes")} if "kept_bytes" in options else {}
+        self.relays[me] = Relay(MemoryLinks(self, me))
+        self.stages[me] = ToyStage(first, last, layers, **options)
+        assert self.nursery is not None
+        await self.nursery.start(self._run, me, kept)
+        return me
+
+    async def _run(self, me: PeerId, kept: dict[str, int], task_status: Any) -> None:
+        with trio.CancelScope() as scope:
+            self._scopes[me] = scope
+            async with trio.open_nursery() as nursery:
+                relay = self.relays[me]
+                await nursery.start(relay.run)
+                async with relay.stage(self.stages[me], DIGEST, **kept) as host:
+                    self.hosts[me] = host
+                    task_status.started()
+                    await trio.sleep_forever()
+
+    def check(self, one: PeerId, other: PeerId) -> None:
+        if other in self.dead or one in self.dead or frozenset((one, other)) in self.cuts:
+            raise PeerLost(other, "no link")
+
+    async def pause(self, to: PeerId) -> None:
+        if to in self.hung:
+            await self.hung[to].wait()
+        await trio.sleep(self.rng.random() * self.delay)
+
+    def post(self, sender: PeerId, to: PeerId, bulky: bool, message: Any) -> None:
+        key = (sender, to, bulky)
+        assert self.nursery is not None
+        if key not in self._queues:
+            self._queues[key] = deque()
+            self.nursery.start_soon(self._carry, key)
+        elif not self._queues[key]:
+            self.nursery.start_soon(self._carry, key)
+        self._queues[key].append(message)
+
+    async def _carry(self, key: tuple[PeerId, PeerId, bool]) -> None:
+        sender, to, _ = key
+        queue = self._queues[key]
+        while queue:
+            await self.pause(to)
+            if not queue:
+                return
+            kind, body, payload = queue[0]
+            try:
+                self.check(sender, to)
+            except PeerLost:
+                queue.clear()
+                return
+            message = cbor2.loads(body)
+            self.tap(sender, to, kind, message)
+            self.relays[to].take(sender, kind, message, payload)
+            if queue:
+                queue.popleft()
+
+    def kill(self, victim: PeerId) -> None:
+        """The process is gone; every link to it breaks at once."""
+        self.dead.add(victim)
+        self._scopes[victim].cancel()
+        for queue in self._queues.values():
+            queue.clear() if False else None
+        for other, relay in self.relays.items():
+            if other not in self.dead:
+                relay.link_down(victim)
+
+    def cut(self, one: PeerId, other: PeerId) -> None:
+        """The link between two breaks, and neither can dial the other."""
+        self.cuts.add(frozenset((one, other)))
+        for (sender, to, _), queue in self._queues.items():
+            if {sender, to} == {one, other}:
+                queue.clear()
+        self.relays[one].link_down(other)
+        self.relays[other].link_down(one)
+
+    def spare(self, model: str, first: int, last: int, unwanted: frozenset[PeerId]) -> PeerId | None:
+        found = [
+            node
+            for node, stage in self.stages.items()
+            if (stage.range.first, stage.range.last) == (first, last)
+            and node not in unwanted
+            and node not in self.dead
+        ]
+        return min(found, default=None)
+
+    def head(self, *route: PeerId, **options: Any) -> ChainHead:
+        hops = [Hop(n, self.stages[n].range.first, self.stages[n].range.last) for n in route]
+        layers = hops[-1].last
+        return ChainHead(
+            self.relays[route[0]], DIGEST, layers, hops, spare=self.spare, **options
+        )
+
+    async def empty(self) -> None:
+        """Wait until no living stage holds anything of a session."""
+        with trio.fail_after(5):
+            for node, stage in self.stages.items():
+                while node not in self.dead and (
+                    stage.sessions
+                    or self.hosts[node].table.used
+                    or self.hosts[node].kept.bytes
+                    or self.hosts[node].table.chains
+                ):
+                    await trio.sleep(0.005)
+
+
+@asynccontextmanager
+async def open_world(seed: int = 0, delay: float = 0.0) -> AsyncIterator[World]:
+    async with trio.open_nursery() as nursery:
+        world = World(random.Random(seed), delay, nursery=nursery)
+        yield world
+        nursery.cancel_scope.cancel()
+
+
+@dataclass
+class Ask:
+    """One generation. Token 63 ends it when ``ends`` says so."""
+
+    prompt: list[int]
+    output: int
+    sampling: SamplingParams = SamplingParams(temperature=0.0)
+    resume: list[int] = field(default_factory=list)
+    ends: frozenset[int] = frozenset()
+
+    def session(self) -> HeadSession:
+        return HeadSession(
+            [*self.prompt, *self.resume],
+            len(self.prompt),
+            len(self.prompt) + self.output,
+            self.ends,
+            self.sampling,
+        )
+
+    def expected(self, layers: int) -> list[int]:
+        length = len(self.prompt) + self.output
+        tokens = [*self.prompt, *self.resume]
+        return reference(tokens, len(self.prompt), length, self.sampling, layers)[len(tokens) :]
+
+
+async def collect(head: ChainHead, ask: Ask, stop_after: int | None = None) -> list[int]:
+    """The tokens that a client gets; with ``stop_after`` it goes away after so many."""
+    session = ask.session()
+    await head.start(session)
+    tokens: list[int] = []
+    try:
+        while stop_after is None or len(tokens) < stop_after:
+            drawn = await session.get()
+            tokens.append(drawn.token)
+            if drawn.reason is not None:
+                break
+    finally:
+        head.end(session)
+    return tokens
+
+
+@dataclass
+class Toys:
+    """What tests use of this module."""
+
+    open_world: Any = staticmethod(open_world)
+    collect: Any = staticmethod(collect)
+    Ask: Any = Ask
+    peer: Any = staticmethod(peer)
+    GenerationError: Any = GenerationError
+
+
+@pytest.fixture(scope="session")
+def toys() -> Toys:
+    return Toys()

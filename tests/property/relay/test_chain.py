@@ -1,0 +1,66 @@
+"""Chains of toy stages: what comes out is what one uncut stage gives, whatever else goes on."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import trio
+
+from inference.generation import SamplingParams
+
+SEEDED = SamplingParams(
+    temperature=0.8, seed=7, presence_penalty=0.5, repetition_penalty=1.2, logprobs=2
+)
+
+
+def asks(toys, rng: random.Random, count: int, output: int = 30):
+    found = []
+    for number in range(count):
+        prompt = [rng.randrange(64) for _ in range(rng.choice([1, 5, 40, 150]))]
+        sampling = SEEDED if number % 2 else SamplingParams(temperature=0.0)
+        found.append(toys.Ask(prompt, rng.randrange(1, output), sampling))
+    return found
+
+
+@pytest.mark.parametrize("cuts", [(0, 6), (0, 2, 6), (0, 1, 4, 6), (0, 1, 2, 3, 5, 6)])
+@pytest.mark.parametrize("sessions", [1, 16])
+def test_any_cut_gives_the_tokens_of_the_uncut_model(toys, cuts, sessions) -> None:
+    async def main() -> None:
+        async with toys.open_world(1) as world:
+            nodes = [
+                await world.add(f"n{i}", a, b, 6)
+                for i, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False))
+            ]
+            head = world.head(*nodes)
+            wanted = asks(toys, random.Random(3), sessions)
+            got: dict[int, list[int]] = {}
+
+            async def client(number: int) -> None:
+                await trio.sleep(number * 0.003)
+                got[number] = await toys.collect(head, wanted[number])
+
+            async with trio.open_nursery() as nursery:
+                for number in range(sessions):
+                    nursery.start_soon(client, number)
+            for number, ask in enumerate(wanted):
+                assert got[number] == ask.expected(6), number
+            await world.empty()
+            if sessions > 1:
+                assert max(stage.largest for stage in world.stages.values()) > 2
+
+    trio.run(main)
+
+
+def test_resume_continues_as_if_nothing_had_happened(toys) -> None:
+    async def main() -> None:
+        async with toys.open_world() as world:
+            a = await world.add("a", 0, 2, 4)
+            b = await world.add("b", 2, 4, 4)
+            head = world.head(a, b)
+            whole = toys.Ask([1, 2, 3], 20, SEEDED)
+            tokens = whole.expected(4)
+            rest = toys.Ask([1, 2, 3], 20, SEEDED, resume=tokens[:8])
+            assert await toys.collect(head, rest) == tokens[8:]
+
+    trio.run(main)
