@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import trio
 
+from ca.crl import read_crl_file
+from ca.errors import CertificateError
 from ca.files import KEY_FILE
 from ca.naming import Role
 from inference.errors import GenerationError
@@ -106,6 +108,7 @@ class Node:
         self._stop = trio.Event()
         self._closing = trio.Event()
         self._serving = False
+        self._api_url = config.api
         # Set by `run`; nothing is served before.
         self._transport: Transport
         self._gossip: GossipService
@@ -171,6 +174,7 @@ class Node:
                 control_urls = await endpoints.start(serving, control, control_listeners)
                 with control_file(config.home, url=control_urls[0], token=token):
                     self._serving = True
+                    self._api_url = urls[0]
                     ready(Ready(urls[0], self._identity.peer_id, tuple(self._transport.addresses)))
                     await self._stop.wait()
                     _log.info("stopping")
@@ -280,7 +284,7 @@ class Node:
             view,
             self._identity,
             listen=self._transport.addresses,
-            api=self._config.api,
+            api=self._api_url,
             home=str(self._config.home),
             uptime=time.time() - self._started_at,
         )
@@ -293,6 +297,12 @@ class Node:
 
     def discovered_table(self) -> list[dict[str, Any]]:
         return describe.sightings(self._transport.sightings, self._transport.links)
+
+    def revoke(self, crl: bytes) -> bool:
+        try:
+            return self._trust.apply_crl(read_crl_file(crl))
+        except CertificateError as error:
+            raise ValueError(error.message) from error
 
     def stop(self) -> None:
         self._stop.set()

@@ -16,6 +16,11 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 MAX_WAIT = 24 * 3600.0  # s
+MAX_CRL_FILE = 512 << 10  # bytes
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": message}}, status)
 
 
 class ControlPort(Protocol):
@@ -28,6 +33,13 @@ class ControlPort(Protocol):
     def model_table(self) -> list[dict[str, Any]]: ...
 
     def discovered_table(self) -> list[dict[str, Any]]: ...
+
+    def revoke(self, crl: bytes) -> bool:
+        """Take a revocation list (DER or PEM) and spread it; False when it is not news.
+
+        Raises ValueError with what is wrong with it.
+        """
+        ...
 
     def stop(self) -> None: ...
 
@@ -47,8 +59,7 @@ class _TokenGate:
         if scope["type"] == "http":
             given = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
             if not hmac.compare_digest(given, self._expected):
-                refusal = JSONResponse({"error": {"message": "wrong control token"}}, 401)
-                await refusal(scope, receive, send)
+                await _error(401, "wrong control token")(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -72,13 +83,24 @@ def create_control_app(node: ControlPort, api: ASGIApp, token: str) -> ASGIApp:
         node.stop()
         return JSONResponse({"stopping": True})
 
+    async def revoke(request: Request) -> JSONResponse:
+        crl = bytearray()
+        async for chunk in request.stream():
+            crl += chunk
+            if len(crl) > MAX_CRL_FILE:
+                return _error(413, f"a revocation list has at most {MAX_CRL_FILE} bytes")
+        try:
+            return JSONResponse({"news": node.revoke(bytes(crl))})
+        except ValueError as error:
+            return _error(400, str(error))
+
     async def wait(request: Request) -> JSONResponse:
         query = request.query_params
         try:
             count = int(query.get("peers", "0"))
             timeout = min(max(float(query.get("timeout", "60")), 0.0), MAX_WAIT)
         except ValueError:
-            return JSONResponse({"error": {"message": "peers and timeout are numbers"}}, 400)
+            return _error(400, "peers and timeout are numbers")
         done = await node.wait(peers=count, model=query.get("model"), timeout=timeout)
         return JSONResponse({"done": done})
 
@@ -88,6 +110,7 @@ def create_control_app(node: ControlPort, api: ASGIApp, token: str) -> ASGIApp:
         Route("/control/models", models),
         Route("/control/discovered", discovered),
         Route("/control/wait", wait),
+        Route("/control/crl", revoke, methods=["POST"]),
         Route("/control/stop", stop, methods=["POST"]),
         Mount("/", app=api),
     ]

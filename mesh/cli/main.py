@@ -72,6 +72,10 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     remove.add_argument("name")
 
 
+def _add_crl(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", help="what `meshca revoke` or `meshca crl` wrote")
+
+
 def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -89,6 +93,7 @@ COMMANDS: dict[str, _Command] = {
     "discover": ("nodes seen on the local network", "show", "discover", _add_json),
     "chat": ("ask a model, streamed", "chat", "chat", _add_chat),
     "model": ("models on this machine", "model", "model", _add_model),
+    "crl": ("give the mesh a new revocation list", "show", "crl", _add_crl),
     "verify": ("check the receipt of a saved response", "setup", "verify", _add_verify),
 }
 

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -59,6 +60,17 @@ def discover(config: NodeConfig, options: argparse.Namespace) -> int:
 def stop(config: NodeConfig, options: argparse.Namespace) -> int:
     with local_node(config.home) as node:
         node.post("/control/stop")
+    return Exit.OK
+
+
+def crl(config: NodeConfig, options: argparse.Namespace) -> int:
+    try:
+        content = Path(options.file).read_bytes()
+    except OSError as error:
+        raise CommandError(Exit.FAILED, f"{options.file}: {error.strerror}") from error
+    with local_node(config.home) as node:
+        news = node.post("/control/crl", content)["news"]
+    print("in force, and on its way to every node" if news else "known already")
     return Exit.OK
 
 
