@@ -86,8 +86,8 @@ _STATUS: dict[ErrorCode, int] = {
 }
 
 
-def from_generation(error: GenerationError, *, prompt_param: str) -> ApiError:
-    """The HTTP form of a generation's error. ``prompt_param``: what the prompt is called here."""
+def from_generation(error: GenerationError, names: Mapping[str, str]) -> ApiError:
+    """The HTTP form of a generation's error; ``names``: what the body calls its fields."""
     headers = {}
     retry_after = error.retry_after
     if retry_after is None and error.code == "overloaded":
@@ -97,9 +97,11 @@ def from_generation(error: GenerationError, *, prompt_param: str) -> ApiError:
     param = error.param
     if param is None:
         if error.code == "context_length_exceeded":
-            param = prompt_param
+            param = "prompt"
         elif error.code == "model_not_found":
             param = "model"
+    if param is not None:
+        param = names.get(param, param)
     return ApiError(_STATUS[error.code], error.code, error.message, param=param, headers=headers)
 
 

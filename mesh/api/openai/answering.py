@@ -120,7 +120,7 @@ class Answering:
                 async for event in events:
                     await sink.send(_Item(index, event))
         except GenerationError as error:
-            last = from_generation(error, prompt_param=self._ask.prompt_param)
+            last = from_generation(error, self._ask.names)
         except Exception:
             logger.exception("request %s failed", request_id)
             last = internal_error()

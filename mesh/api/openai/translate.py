@@ -33,11 +33,7 @@ class Ask:
     n: int  # choices of one prompt; len(requests) is a multiple
     stream: bool
     include_usage: bool
-
-    @property
-    def prompt_param(self) -> str:
-        """What the prompt is called in the body."""
-        return "messages" if self.kind == "chat" else "prompt"
+    names: Mapping[str, str]  # of fields of a GenerateRequest, where the body calls them otherwise
 
     @property
     def logprobs(self) -> int | None:
@@ -69,7 +65,7 @@ def chat_ask(data: dict[str, Any], draw_seed: Callable[[], int]) -> Ask:
     limit_name, limit = _chat_limit(body)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     prompts = [{"messages": [_plain(message) for message in body.messages]}]
-    names = {"logprobs": "top_logprobs", "max_tokens": limit_name}
+    names = {"prompt": "messages", "logprobs": "top_logprobs", "max_tokens": limit_name}
     return _ask("chat", body, data, prompts, limit, logprobs, names, draw_seed)
 
 
@@ -84,7 +80,7 @@ def completion_ask(data: dict[str, Any], draw_seed: Callable[[], int]) -> Ask:
         raise _invalid("best_of", "can only be the same as 'n'", "unsupported_value")
     limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     prompts = _prompts(body.prompt)
-    names = {"prompt_tokens": "prompt"}
+    names = {"prompt_tokens": "prompt", "messages": "prompt"}
     return _ask("completion", body, data, prompts, limit, body.logprobs, names, draw_seed)
 
 
@@ -137,6 +133,7 @@ def _ask(
         n=n,
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        names=names,
     )
 
 

@@ -158,6 +158,12 @@ def test_usage_counts_each_prompt_once(serving: Any, node: Any) -> None:
     [
         (GenerationError("context_length_exceeded", "9 tokens, room for 8"), 400, "messages"),
         (GenerationError("unsupported_parameter", "no", param="min_p"), 400, "min_p"),
+        (GenerationError("invalid_value", "no", param="prompt"), 400, "messages"),
+        (
+            GenerationError("context_length_exceeded", "9, room for 8", param="max_tokens"),
+            400,
+            "max_completion_tokens",
+        ),
         (GenerationError("model_not_found", "nobody serves it"), 404, "model"),
         (GenerationError("overloaded", "queues are full", retry_after=2.2), 503, None),
         (GenerationError("node_lost", "gone"), 502, None),
@@ -168,7 +174,7 @@ def test_an_error_before_the_first_token_is_an_http_error(
     serving: Any, node: Any, stream: bool, error: GenerationError, status: int, param: str | None
 ) -> None:
     node.script = node.fail(error)
-    response = run(serving, node, {**CHAT, "stream": stream})
+    response = run(serving, node, {**CHAT, "stream": stream, "max_completion_tokens": 4})
     assert response.status_code == status
     assert response.headers["content-type"] == "application/json"
     assert response.json() == {
