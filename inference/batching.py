@@ -121,6 +121,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def idle(self) -> bool:
+        """No sequence, and no command that the stages have not been given."""
+        return not self._sequences and not self._commands
+
+    @property
     def free_blocks(self) -> int:
         """Blocks that nobody holds; finished sequences that could give way hold theirs."""
         return self._tables.free

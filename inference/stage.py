@@ -137,6 +137,27 @@ class Stage:
         """Free the session's blocks. One that is not open is fine."""
         self._tables.close(session)
 
+    def warm_up(self) -> None:
+        """Run a chunk and a single row: the runtime compiles its kernels at first use (0.3 s)."""
+        session = -1
+        self.open(session)
+        past = 0
+        for count in (64, 1):
+            if past + count <= self.context_length:
+                rows: NDArray[Any] = (
+                    np.zeros(count, np.int64)
+                    if self.range.is_first
+                    else np.zeros((count, self.hidden), np.float32)
+                )
+                sampled = (count - 1,) if self.range.is_last else ()
+                self.step(StepBatch((Part(session, past, count),), rows, sampled))
+                past += count
+        self.close(session)
+
+    def clear(self) -> None:
+        """Forget all sessions."""
+        self._tables = BlockTables(self._paged.blocks, self._paged.block_size)
+
     def length(self, session: int) -> int:
         """Tokens of the session that this stage has seen."""
         return self._tables.length(session)

@@ -11,8 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from inference.batching import Limits, QueueFull, Scheduler, Step
 from inference.errors import GenerationError
@@ -39,7 +41,8 @@ class Job:
 
     @property
     def produced(self) -> int:
-        """Tokens of output, those that came by ``resume`` included."""
+        """Tokens of output so far, those that came by ``resume`` included. The worker may be ahead
+        of what has been delivered."""
         return len(self.tokens) - self.prompt
 
 
@@ -97,6 +100,7 @@ class StageWorker:
         self._inbox: queue.SimpleQueue[Job | int | None] = queue.SimpleQueue()
         self._jobs: dict[int, Job] = {}
         self._scheduler = Scheduler(limits)
+        self._outcomes: list[Outcome] = []  # not yet delivered
         self._occupancy = Occupancy()
         self._times = StepTimes()
         self._thread = threading.Thread(target=self._run, name="stage-engine", daemon=True)
@@ -124,48 +128,50 @@ class StageWorker:
         while self._take_in():
             began = time.perf_counter()
             step = self._scheduler.plan()
-            inferring, outcomes = 0.0, list[Outcome]()
-            if step is not None:
-                try:
-                    inferring, outcomes = self._step(step)
-                except Exception as error:
-                    outcomes = self._fail_all(f"the runtime failed: {error}")
-            self._report(outcomes)
-            if step is not None:
-                times = self._times
-                self._times = StepTimes(
-                    times.steps + 1,
-                    times.inferring + inferring,
-                    times.around + time.perf_counter() - began - inferring,
-                )
-        self._report(self._fail_all("the engine is closing"))
+            if step is None:
+                continue
+            inferring = 0.0
+            try:
+                inferring = self._step(step)
+            except Exception as error:
+                self._fail_all(f"the runtime failed: {error}")
+            times = self._times
+            self._times = StepTimes(
+                times.steps + 1,
+                times.inferring + inferring,
+                times.around + time.perf_counter() - began - inferring,
+            )
+        self._fail_all("the engine is closing")
+        self._report()
 
     def _take_in(self) -> bool:
-        """Handle what has come in; waits for something when there are no jobs. False: stop."""
+        """Handle what has come in; waits when there is nothing to do. False: stop."""
         while True:
             try:
-                item = self._inbox.get(block=not self._jobs)
+                item = self._inbox.get_nowait()
             except queue.Empty:
-                return True
+                if not self._scheduler.idle:
+                    return True
+                self._report()
+                item = self._inbox.get()
             if item is None:
                 return False
             if isinstance(item, Job):
                 self._add(item)
             elif self._jobs.pop(item, None) is not None:
                 self._scheduler.finish(item)
-                self._report([])
 
     def _add(self, job: Job) -> None:
         try:
             self._scheduler.add(job.session, job.tokens)
         except QueueFull:
             error = GenerationError("overloaded", "too many requests are waiting", retry_after=1.0)
-            self._report([Failed(job.session, error)])
+            self._outcomes.append(Failed(job.session, error))
             return
         self._jobs[job.session] = job
 
-    def _step(self, step: Step) -> tuple[float, list[Outcome]]:
-        """Run one step: (seconds in the runtime, what it gave)."""
+    def _step(self, step: Step) -> float:
+        """Run one step; returns the seconds that it spent in the stages."""
         for command in step.commands:
             for stage in self._stages:
                 if command.do == "open":
@@ -175,7 +181,7 @@ class StageWorker:
                 else:
                     stage.close(command.session)
         if not step.work:
-            return 0.0, []
+            return 0.0
         parts: list[Part] = []
         tokens: list[int] = []
         sampled: list[int] = []
@@ -190,7 +196,10 @@ class StageWorker:
             if work.samples:
                 sampled.append(len(tokens) - 1)
                 jobs.append(job)
-        rows = np.array(tokens, np.int64)
+        rows: NDArray[Any] = np.array(tokens, np.int64)
+        # What the step before gave goes out only now: whoever takes it works while the runtime
+        # computes and has let go of the interpreter, not while this thread wants it.
+        self._report()
         began = time.perf_counter()
         for stage in self._stages:
             wanted = sampled if stage.range.is_last else ()
@@ -198,10 +207,9 @@ class StageWorker:
         inferring = time.perf_counter() - began
         drawn = sample(rows, [job.sampler for job in jobs], [job.produced for job in jobs])
         now = time.monotonic()
-        outcomes: list[Outcome] = []
         for job, result in zip(jobs, drawn, strict=True):
             if isinstance(result, SamplingError):
-                outcomes.append(self._fail(job, str(result)))
+                self._fail(job, str(result))
                 continue
             if not job.first_token:
                 job.first_token = now
@@ -217,30 +225,29 @@ class StageWorker:
                 self._scheduler.append(job.session, token)
             else:
                 self._end(job)
-            outcomes.append(Drawn(job.session, token, result.logprob, result.top, reason))
-        return inferring, outcomes
+            self._outcomes.append(Drawn(job.session, token, result.logprob, result.top, reason))
+        return inferring
 
     def _end(self, job: Job, *, keep: bool = True) -> None:
         del self._jobs[job.session]
         self._scheduler.finish(job.session, keep=keep)
 
-    def _fail(self, job: Job, message: str) -> Failed:
+    def _fail(self, job: Job, message: str) -> None:
         self._end(job, keep=False)
-        return Failed(job.session, GenerationError("engine_failed", message))
+        self._outcomes.append(Failed(job.session, GenerationError("engine_failed", message)))
 
-    def _fail_all(self, message: str) -> list[Outcome]:
+    def _fail_all(self, message: str) -> None:
         """End every job and forget all KV: after an error nobody knows what it holds."""
-        failed: list[Outcome] = [
-            Failed(session, GenerationError("engine_failed", message)) for session in self._jobs
-        ]
+        for session in self._jobs:
+            self._outcomes.append(Failed(session, GenerationError("engine_failed", message)))
         self._jobs.clear()
         self._scheduler = Scheduler(self._limits)
         for stage in self._stages:
             stage.clear()
-        return failed
 
-    def _report(self, outcomes: Sequence[Outcome]) -> None:
-        occupancy = Occupancy(self._scheduler.running, self._scheduler.cache_used)
-        if outcomes or occupancy.active != self._occupancy.active:
-            self._occupancy = occupancy
-            self._deliver(outcomes, occupancy)
+    def _report(self) -> None:
+        outcomes, self._outcomes = self._outcomes, []
+        active = self._scheduler.running
+        if outcomes or active != self._occupancy.active:
+            self._occupancy = Occupancy(active, self._scheduler.cache_used)
+            self._deliver(outcomes, self._occupancy)
