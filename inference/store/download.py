@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO
@@ -177,6 +178,10 @@ def _download(
                         displayed_filename=file.name,
                     )
                 break
+            except HfHubHTTPError as error:
+                if error.response.status_code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+                    part.unlink()  # it belongs to something that the hub no longer has
+                raise
             except httpx2.TransportError:
                 fruitless = 0 if raw.tell() > start else fruitless + 1
                 if fruitless == _FRUITLESS:

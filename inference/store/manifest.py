@@ -36,12 +36,17 @@ def check_name(name: str) -> str:
 
     Raises :class:`StoreError`.
     """
-    if not _NAME.fullmatch(name) or ".." in name or "--" in name:
+    if not _sound(name):
         raise StoreError(
             f"{name[:120]!r} cannot be a model's name: use letters, digits, '.', '_' and "
             "single '-', with at most one '/'"
         )
     return name
+
+
+def _sound(name: str) -> bool:
+    # ".." must not reach a path, and "--" stands for the slash in names of folders.
+    return bool(_NAME.fullmatch(name)) and ".." not in name and "--" not in name
 
 
 class ModelFile(BaseModel):
@@ -82,7 +87,8 @@ class ModelManifest(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelManifest:
-        check_name(self.name)
+        if not _sound(self.name):
+            raise ValueError("the name is not one that a model can have")
         for listed in (self.files, self.sources):
             if len({file.path for file in listed}) != len(listed):
                 raise ValueError("a file is listed twice")

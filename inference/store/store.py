@@ -251,21 +251,16 @@ def open_model_file(directory: Path, name: str) -> BinaryIO:
         home = directory.resolve(strict=True)
         if real.parent not in (home, home.parent.parent / "blobs"):
             raise StoreError(f"{path} is a link that leads out of the model's folder")
-        stream = real.open("rb")
+        status = real.stat()
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for a writer
+            raise StoreError(f"{path} is not a regular file")
+        if status.st_size == 0:
+            raise StoreError(f"{path} is empty")
+        if (problem := size_problem(name, status.st_size)) is not None:
+            raise StoreError(f"{path} {problem}")
+        return real.open("rb")
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror or error}") from None
-    status = os.fstat(stream.fileno())
-    problem = None
-    if not stat.S_ISREG(status.st_mode):
-        problem = "is not a regular file"
-    elif status.st_size == 0:
-        problem = "is empty"
-    else:
-        problem = size_problem(name, status.st_size)
-    if problem is not None:
-        stream.close()
-        raise StoreError(f"{path} {problem}")
-    return stream
 
 
 def size_problem(name: str, size: int) -> str | None:
