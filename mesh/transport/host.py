@@ -82,7 +82,19 @@ def build_host(
         disable_identify_address_discovery=True,
     )
     _guard(host.get_network(), is_admitted)
+    _quieten(host.get_network())
     return host
+
+
+def _quieten(swarm: Any) -> None:
+    """Keep the swarm from dialling by itself. With all its watermarks at zero it still aims at half
+    of the connections that it may have, and dials whatever is in its address book."""
+
+    async def nothing(*_: Any) -> None:
+        await trio.lowlevel.checkpoint()
+
+    swarm.auto_connector.run_background_task = nothing
+    swarm.auto_connector.maybe_connect = nothing
 
 
 def _guard(swarm: Any, is_admitted: Callable[[Any], bool]) -> None:

@@ -21,7 +21,7 @@ from multiaddr import Multiaddr
 from ca.certificate import Certificate, CertificateError
 from mesh.identity import Identity, PeerId, TrustStore
 from mesh.transport.contacts import Contacts
-from mesh.transport.errors import NotAdmitted, TransportError
+from mesh.transport.errors import NotAdmitted
 from mesh.transport.frames import FrameKind, encode_body
 from mesh.transport.host import build_host, key_pair_of
 from mesh.transport.keeper import MAX_KEPT, Keeper
@@ -104,7 +104,7 @@ class Transport:
         """
         transport = cls(config, identity, trust)
         unhook = trust.on_revocation(lambda _: transport.recheck(time.time()))
-        failure: TransportError | None = None
+        failure: Exception | None = None
         try:
             async with trio.open_nursery() as nursery:
                 await nursery.start(transport._quic.endpoint.run)
@@ -115,10 +115,9 @@ class Transport:
                         try:
                             await transport._listen()
                             await transport._find_peers(nursery)
-                        except TransportError as error:
-                            failure = error  # raised below, outside of any exception group
-                        else:
                             yield transport
+                        except Exception as error:
+                            failure = error  # raised below, outside of five nested nurseries
                         transport._links.shut()
                 finally:
                     transport._links.nursery = None

@@ -181,10 +181,21 @@ class MeshQuic(QuicConnection):
     # -- acknowledgements ---------------------------------------------------------------------
 
     def receive_datagram(self, data: bytes, addr: Any, now: float) -> None:
+        space = self._spaces.get(tls.Epoch.ONE_RTT)
+        pending = None
+        if space is not None:
+            pending, space.ack_at = space.ack_at, None
         super().receive_datagram(data, addr, now)
         self.datagrams_received += 1
         self.last_received = now
-        self._unacknowledged += 1
+        if space is None:
+            return
+        if space.ack_at is not None:
+            # It wants an acknowledgement. Ones that do not must not count: two peers would answer
+            # each other's acknowledgements for ever.
+            self._unacknowledged += 1
+        if pending is not None and not space.discarded:
+            space.ack_at = pending
 
     def send_stream_data(self, stream_id: int, data: Buffer, end_stream: bool = False) -> None:
         super().send_stream_data(stream_id, data, end_stream)

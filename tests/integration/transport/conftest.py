@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -23,7 +24,7 @@ class Network:
         self.authority = authority
 
     def identity(self, name: str, **options: Any) -> Identity:
-        identity: Identity = self.authority.identity(name, **options)
+        identity: Identity = self.authority.identity(name, **{"now": time.time(), **options})
         return identity
 
     def trust(self, name: str) -> TrustStore:
@@ -46,4 +47,4 @@ class Network:
 
 @pytest.fixture
 def network(tmp_path: Path, make_authority: Callable[..., Any]) -> Network:
-    return Network(tmp_path, make_authority("testnet"))
+    return Network(tmp_path, make_authority("testnet", time.time() - 100 * 86_400))
