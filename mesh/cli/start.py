@@ -50,10 +50,16 @@ def _fetch_models(config: NodeConfig) -> list[ModelManifest]:
 
 
 async def _run(node: Node) -> None:
+    failure: StartError | None = None
     async with trio.open_nursery() as nursery:
         await nursery.start(_stop_on_signal, node)
-        await node.run(_print_ready)
+        try:
+            await node.run(_print_ready)
+        except StartError as error:
+            failure = error  # raised below, outside of any exception group
         nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
 
 
 async def _stop_on_signal(
