@@ -102,7 +102,7 @@ class ScriptedNode:
             Started(PEER),
             *tokens,
             TokenEvent(token_id=None, finish=finish),
-            Completed(PEER, b"\x00receipt", [PEER], {"decode": 0.5}, ids),
+            Completed(PEER, b"\x00receipt", [{"peer": PEER}], {"decode": 0.5}, ids),
         ]
 
     @classmethod

@@ -68,7 +68,7 @@ def test_a_plain_chat(serving: Any, node: Any) -> None:
     assert body["mesh"] == {
         "request": request_id,
         "node": node.peer,
-        "nodes": [node.peer],
+        "nodes": [{"peer": node.peer}],
         "receipt": "AHJlY2VpcHQ=",
         "timings": {"decode": 0.5},
         "token_ids": [0, 1, 2],
@@ -286,13 +286,15 @@ def test_a_successor_is_reported_in_the_record(serving: Any, node: Any) -> None:
         started, one, two, finish, record = node.events("a", "b")
         for event in (started, one, Started("other"), two, finish):
             yield event
-        yield Completed("other", record.receipt, [node.peer, "other"], {}, [0, 1])
+        yield Completed(
+            "other", record.receipt, [{"peer": node.peer}, {"peer": "other"}], {}, [0, 1]
+        )
 
     node.script = script
     response = run(serving, node, {**CHAT, "stream": True})
     assert response.headers["x-mesh-node"] == node.peer
     mesh = events_of(response)[-2]["mesh"]
-    assert (mesh["node"], mesh["nodes"]) == ("other", [node.peer, "other"])
+    assert (mesh["node"], [n["peer"] for n in mesh["nodes"]]) == ("other", [node.peer, "other"])
 
 
 def test_a_silent_stream_gets_comments(

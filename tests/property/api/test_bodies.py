@@ -29,7 +29,7 @@ class OneToken:
         yield Started("peer")
         finish = Finish(reason="stop", prompt_tokens=1, completion_tokens=1)
         yield TokenEvent(token_id=7, text="x", finish=finish)
-        yield Completed("peer", b"receipt", ["peer"], {}, [7])
+        yield Completed("peer", b"receipt", [{"peer": "peer"}], {}, [7])
 
     def models(self) -> Sequence[ModelInfo]:
         return []
