@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,8 @@ class Node:
     identity: Identity
     trust: TrustStore
     transport: Transport
-    engine: CountingEngine
+    engine: Any
+    model: ModelIdentity
     server: ForwardServer
     routes: list[Node] = field(default_factory=list)
     asked: list[RequestFacts] = field(default_factory=list)
@@ -107,17 +108,18 @@ class Node:
         return self.identity.peer_id
 
     def run(self, request: GenerateRequest, route: Route | None = None) -> Run:
-        if request.model != MODEL.name:
+        if request.model != self.model.name:
             raise GenerationError("model_not_found", f"no {request.model} here", param="model")
-        return WholeModel(self.engine, MODEL, self.identity)
+        return WholeModel(self.engine, self.model, self.identity)
 
     def choose_route(self, facts: RequestFacts) -> Route:
         self.asked.append(facts)
         for node in self.routes:
             if node.peer not in facts.exclude:
-                hop = Hop(node.peer, node.identity.certificate.name, 0, 0, 30, "CPU", 0)
+                name, layers = node.identity.certificate.name, node.model.layers
+                hop = Hop(node.peer, name, 0, 0, layers, "CPU", 0)
                 kind = Local if node is self else Replica
-                return kind(facts.model, MODEL.digest, (hop,), COST, "said so", (), ())
+                return kind(facts.model, node.model.digest, (hop,), COST, "said so", (), ())
         raise GenerationError("model_not_found", "nobody is left")
 
     def track(self, route: Route) -> Callable[[], None]:
@@ -150,23 +152,45 @@ class Node:
 
 
 @pytest.fixture
+def run() -> Callable[..., None]:
+    """``run(main, seconds)``: ``await main(stack)`` in trio, with the stack closed afterwards."""
+
+    def run(main: Callable[[AsyncExitStack], Any], seconds: float = 60.0) -> None:
+        async def all_of_it() -> None:
+            with trio.fail_after(seconds):
+                async with AsyncExitStack() as stack:
+                    await main(stack)
+
+        try:
+            trio.run(all_of_it)
+        except BaseExceptionGroup as group:
+            # Every nursery on the way out wraps the failure once more.
+            error: BaseException = group
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise error from None
+
+    return run
+
+
+@pytest.fixture
 def start(authority: Any, tmp_path: Path) -> Callable[..., Any]:
     """``async with start("a", ...) as node``."""
 
     @asynccontextmanager
     async def start(
         name: str,
-        engine: CountingEngine | None = None,
+        engine: Any = None,
+        model: ModelIdentity = MODEL,
         roles: Sequence[Role] = (Role.SERVE, Role.USE),
     ) -> AsyncIterator[Node]:
         identity = authority.identity(name, roles)
         trust = TrustStore(authority.network, [authority.root], tmp_path / name)
         config = TransportConfig(listen=("/ip4/127.0.0.1/udp/0/quic-v1",))
         async with Transport.open(config, identity, trust) as transport:
-            engine = engine or CountingEngine()
-            node = Node(identity, trust, transport, engine, ForwardServer(identity, None))  # type: ignore[arg-type]
-            node.server = ForwardServer(identity, node.run)
-            async with node.server.serving(transport):
+            server = ForwardServer(identity, lambda request: node.run(request))
+            node = Node(identity, trust, transport, engine or CountingEngine(), model, server)
+            async with server.serving(transport):
                 yield node
 
     return start

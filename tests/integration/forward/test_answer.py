@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
@@ -38,15 +38,6 @@ def text_of(events: list[Any]) -> str:
     return "".join(event.text for event in events if isinstance(event, TokenEvent))
 
 
-def run(main: Callable[[AsyncExitStack], Any]) -> None:
-    async def all_of_it() -> None:
-        with trio.fail_after(30):
-            async with AsyncExitStack() as stack:
-                await main(stack)
-
-    trio.run(all_of_it)
-
-
 def as_response(request: GenerateRequest, events: list[Any]) -> bytes:
     """The plain HTTP response that these events make."""
     done = events[-1]
@@ -70,7 +61,7 @@ def as_response(request: GenerateRequest, events: list[Any]) -> bytes:
     ).encode()
 
 
-def test_forwarded_and_local_answers_are_the_same(start: Any, authority: Any) -> None:
+def test_forwarded_and_local_answers_are_the_same(run: Any, start: Any, authority: Any) -> None:
     async def main(stack: AsyncExitStack) -> None:
         entry = await stack.enter_async_context(start("entry"))
         far = await stack.enter_async_context(start("far"))
@@ -98,7 +89,7 @@ def test_forwarded_and_local_answers_are_the_same(start: Any, authority: Any) ->
     run(main)
 
 
-def test_errors_come_through_as_they_were(start: Any) -> None:
+def test_errors_come_through_as_they_were(run: Any, start: Any) -> None:
     async def main(stack: AsyncExitStack) -> None:
         entry = await stack.enter_async_context(start("entry"))
         far = await stack.enter_async_context(start("far"))
@@ -117,7 +108,7 @@ def test_errors_come_through_as_they_were(start: Any) -> None:
     run(main)
 
 
-def test_a_request_goes_elsewhere_when_one_refuses_it(start: Any) -> None:
+def test_a_request_goes_elsewhere_when_one_refuses_it(run: Any, start: Any) -> None:
     async def main(stack: AsyncExitStack) -> None:
         entry = await stack.enter_async_context(start("entry"))
         full = await stack.enter_async_context(start("full"))
@@ -140,7 +131,7 @@ def test_a_request_goes_elsewhere_when_one_refuses_it(start: Any) -> None:
     run(main)
 
 
-def test_roles_are_enforced(start: Any) -> None:
+def test_roles_are_enforced(run: Any, start: Any) -> None:
     async def main(stack: AsyncExitStack) -> None:
         server = await stack.enter_async_context(start("server", roles=[Role.SERVE]))
         user = await stack.enter_async_context(start("user", roles=[Role.USE]))
@@ -153,7 +144,7 @@ def test_roles_are_enforced(start: Any) -> None:
     run(main)
 
 
-def test_closing_stops_the_work_within_one_token(start: Any) -> None:
+def test_closing_stops_the_work_within_one_token(run: Any, start: Any) -> None:
     async def main(stack: AsyncExitStack) -> None:
         entry = await stack.enter_async_context(start("entry"))
         far = await stack.enter_async_context(start("far"))
@@ -177,7 +168,7 @@ def test_closing_stops_the_work_within_one_token(start: Any) -> None:
     run(main)
 
 
-def test_a_node_that_changes_the_text_is_found_out(start: Any) -> None:
+def test_a_node_that_changes_the_text_is_found_out(run: Any, start: Any) -> None:
     """The answer fails before its last event goes out: the client sees no ``finish``."""
 
     async def main(stack: AsyncExitStack) -> None:
@@ -206,7 +197,7 @@ def test_a_node_that_changes_the_text_is_found_out(start: Any) -> None:
 
 
 @pytest.mark.parametrize("frame", [None, [7], [1, 3, 1, "x"], [1, 0, -1, "x"], "text"])
-def test_a_node_that_sends_nonsense_is_an_error(start: Any, frame: Any) -> None:
+def test_a_node_that_sends_nonsense_is_an_error(run: Any, start: Any, frame: Any) -> None:
     async def main(stack: AsyncExitStack) -> None:
         entry = await stack.enter_async_context(start("entry"))
         odd = await stack.enter_async_context(start("odd"))
@@ -224,7 +215,7 @@ def test_a_node_that_sends_nonsense_is_an_error(start: Any, frame: Any) -> None:
     run(main)
 
 
-def test_other_weights_are_refused(start: Any) -> None:
+def test_other_weights_are_refused(run: Any, start: Any) -> None:
     async def main(stack: AsyncExitStack) -> None:
         entry = await stack.enter_async_context(start("entry"))
         far = await stack.enter_async_context(start("far"))

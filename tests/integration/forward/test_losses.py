@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
@@ -29,15 +29,6 @@ async def collect(events: AsyncGenerator[Any, None]) -> list[Any]:
 
 def tokens_of(events: list[Any]) -> list[TokenEvent]:
     return [event for event in events if isinstance(event, TokenEvent)]
-
-
-def run(main: Callable[[AsyncExitStack], Any]) -> None:
-    async def all_of_it() -> None:
-        with trio.fail_after(60):
-            async with AsyncExitStack() as stack:
-                await main(stack)
-
-    trio.run(all_of_it)
 
 
 def check(node: Any, request: GenerateRequest, events: list[Any]) -> VerifiedReceipt:
@@ -85,7 +76,7 @@ def break_at(node: Any, position: int, entry: Any) -> None:
 )
 @pytest.mark.parametrize("by", ["remote", "local"])
 def test_the_answer_is_the_one_of_an_unbroken_run(
-    start: Any, change: dict[str, Any], by: str
+    run: Any, start: Any, change: dict[str, Any], by: str
 ) -> None:
     async def main(stack: AsyncExitStack) -> None:
         entry, one, two = await nodes(stack, start, "entry", "one", "two")
@@ -119,7 +110,7 @@ def test_the_answer_is_the_one_of_an_unbroken_run(
     run(main)
 
 
-def test_a_node_that_leaves_hands_over_and_signs_for_its_part(start: Any) -> None:
+def test_a_node_that_leaves_hands_over_and_signs_for_its_part(run: Any, start: Any) -> None:
     async def main(stack: AsyncExitStack) -> None:
         entry, one, two, three = await nodes(stack, start, "entry", "one", "two", "three")
         entry.routes = [one, two, three]
@@ -147,7 +138,7 @@ def test_a_node_that_leaves_hands_over_and_signs_for_its_part(start: Any) -> Non
     run(main)
 
 
-def test_a_node_that_leaves_lets_running_work_end(start: Any) -> None:
+def test_a_node_that_leaves_lets_running_work_end(run: Any, start: Any) -> None:
     async def main(stack: AsyncExitStack) -> None:
         entry, one = await nodes(stack, start, "entry", "one")
         entry.routes = [one]
@@ -164,7 +155,7 @@ def test_a_node_that_leaves_lets_running_work_end(start: Any) -> None:
     run(main)
 
 
-def test_an_engine_that_fails_in_the_middle_is_carried_on_from(start: Any) -> None:
+def test_an_engine_that_fails_in_the_middle_is_carried_on_from(run: Any, start: Any) -> None:
     async def main(stack: AsyncExitStack) -> None:
         entry, one, two = await nodes(stack, start, "entry", "one", "two")
         entry.routes = [one, two]
@@ -182,7 +173,7 @@ def test_an_engine_that_fails_in_the_middle_is_carried_on_from(start: Any) -> No
     run(main)
 
 
-def test_with_nobody_left_the_error_is_honest(start: Any) -> None:
+def test_with_nobody_left_the_error_is_honest(run: Any, start: Any) -> None:
     async def main(stack: AsyncExitStack) -> None:
         entry, one = await nodes(stack, start, "entry", "one")
         entry.routes = [one]
@@ -200,7 +191,7 @@ def test_with_nobody_left_the_error_is_honest(start: Any) -> None:
     run(main)
 
 
-def test_a_busy_pause_of_a_second_loses_nothing(start: Any) -> None:
+def test_a_busy_pause_of_a_second_loses_nothing(run: Any, start: Any) -> None:
     """The engine makes no token for longer than silence may last, and the beats go on."""
 
     async def main(stack: AsyncExitStack) -> None:
@@ -214,7 +205,7 @@ def test_a_busy_pause_of_a_second_loses_nothing(start: Any) -> None:
     run(main)
 
 
-def test_doubled_frames_are_dropped(start: Any) -> None:
+def test_doubled_frames_are_dropped(run: Any, start: Any) -> None:
     async def main(stack: AsyncExitStack) -> None:
         entry, one = await nodes(stack, start, "entry", "one")
         honest = one.server.handle
@@ -235,7 +226,7 @@ def test_doubled_frames_are_dropped(start: Any) -> None:
     run(main)
 
 
-def test_many_at_once_each_get_their_own(start: Any) -> None:
+def test_many_at_once_each_get_their_own(run: Any, start: Any) -> None:
     async def main(stack: AsyncExitStack) -> None:
         entry, one, two = await nodes(stack, start, "entry", "one", "two")
         entry.routes = [one, two]
