@@ -11,6 +11,7 @@ closing, mending) runs in tasks of the relay.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -50,6 +51,7 @@ GROWTH = 256  # tokens of room that a session reserves ahead of what it has
 GROW_BELOW = 64  # and asks for more when less than this is left
 ASK_SECONDS = 10.0
 MEND_SECONDS = 8.0
+CHANCE_SECONDS = 10.0  # a lost peer without a spare is tried again at most this often
 MAX_REPAIRS = 3  # of one session, for rows that a stage finds out of place
 # A stage that says one of these has lost track of a session: mending sets it right.
 _ASTRAY = frozenset({"unknown_chain", "unknown_session", "wrong_position", "stale_epoch"})
@@ -98,6 +100,7 @@ class ChainHead:
         self._room = trio.Event()  # the same when a session has given up its KV, ended or not
         self._failure: Callable[[], GenerationError] | None = None
         self._gone: set[PeerId] = set()
+        self._chances: dict[PeerId, float] = {}  # when a lost peer was last tried again
         self._watch = Watch(trio.current_time())
         self._watching = False
         relay.heads[self.ring.id] = self
@@ -211,7 +214,7 @@ class ChainHead:
         self._schedule.add(session.number, session.tokens, session.capacity)
         if not self._watching:
             self._watching = True
-            self._relay.nursery.start_soon(self._keep_watch)
+            self._relay.spawn(self._keep_watch)
         self._pump()
 
     async def _open(self, rank: int, session: HeadSession) -> None:
@@ -219,7 +222,14 @@ class ChainHead:
         described, history = self.ring.describe(rank, session, emit_from)
         peer = self.route[rank].peer
         message = self.ring.open(rank, [described])
-        answer = await self._relay.ask(peer, OPEN, message, history, timeout=OPEN_SECONDS)
+        try:
+            answer = await self._relay.ask(peer, OPEN, message, history, timeout=OPEN_SECONDS)
+        except Refusal as refusal:
+            if refusal.code == "next_unreachable":
+                # The head is what comes after the last stage, and it is here.
+                blamed = PeerId(message.next) if message.next != self._relay.links.me else peer
+                raise PeerLost(blamed, refusal.message) from refusal
+            raise
         for refused in parse(Opened, answer).refused:
             raise Refusal.told(refused.code, f"{peer}: {refused.message}")
 
@@ -246,7 +256,7 @@ class ChainHead:
     def _close_on_stages(self, numbers: Sequence[int]) -> None:
         message = Close(chain=self.ring.id, epoch=self.ring.epoch, sessions=tuple(numbers))
         for hop in self.route:
-            self._relay.nursery.start_soon(self._close_at, hop.peer, message)
+            self._relay.spawn(self._close_at, hop.peer, message)
 
     async def _close_at(self, peer: PeerId, message: Close) -> None:
         try:
@@ -301,7 +311,7 @@ class ChainHead:
         short = session.capacity - len(session.tokens) < GROW_BELOW
         if short and session.capacity < session.length and not session.growing:
             session.growing = True
-            self._relay.nursery.start_soon(self._grow, session)
+            self._relay.spawn(self._grow, session)
 
     def on_refused(self, sender: PeerId, message: Refused) -> None:
         """A stage does not accept rows: their sessions fail, or the chain has to be mended."""
@@ -376,7 +386,7 @@ class ChainHead:
             # It comes back when another one has ended: room that it frees is for those that wait.
             youngest = max(running, key=lambda other: other.asked)
             self._leave(youngest)
-            self._relay.nursery.start_soon(self._enter_again, youngest, self._freed)
+            self._relay.spawn(self._enter_again, youngest, self._freed)
 
     async def _enter_again(self, session: HeadSession, when: trio.Event | None) -> None:
         """Compute a session from its token ids again, in the place that it has."""
@@ -411,7 +421,7 @@ class ChainHead:
     def _mend_soon(self) -> None:
         if self._steady.is_set():
             self._steady = trio.Event()
-            self._relay.nursery.start_soon(self._mend)
+            self._relay.spawn(self._mend)
 
     async def _mend(self) -> None:
         try:
@@ -451,7 +461,7 @@ class ChainHead:
         for session in mended.anew:
             if not session.ended:
                 self._leave(session)
-                self._relay.nursery.start_soon(self._enter_again, session, None)
+                self._relay.spawn(self._enter_again, session, None)
 
     def _replace(self, peer: PeerId, useless: set[PeerId]) -> None:
         """Put another node in the place of ``peer``; without one, try ``peer`` once more."""
@@ -466,12 +476,14 @@ class ChainHead:
             self.ring.replace(rank, spare)
             # It may live, and only its neighbour cannot reach it.
             forget = Close(chain=self.ring.id, epoch=self.ring.epoch)
-            self._relay.nursery.start_soon(self._close_at, peer, forget)
-        elif peer in useless:
+            self._relay.spawn(self._close_at, peer, forget)
+        elif trio.current_time() - self._chances.get(peer, -math.inf) < CHANCE_SECONDS:
             raise GenerationError(
                 "node_lost",
                 f"{peer} is lost, and nobody else has layers {hop.first}-{hop.last} ready",
             )
+        else:
+            self._chances[peer] = trio.current_time()
         useless.add(peer)
 
     async def _keep_watch(self) -> None:

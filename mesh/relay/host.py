@@ -270,6 +270,7 @@ class StageHost:
             finally:
                 self._step = []
                 self._clear()
+            await trio.lowlevel.checkpoint_if_cancelled()
             self._finish(frames, result)
             deferred, self._deferred = self._deferred, []
             for action in deferred:

@@ -88,14 +88,16 @@ class Relay:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             task_status.started()
-            await trio.sleep_forever()
+            try:
+                await trio.sleep_forever()
+            finally:
+                self._nursery = None
 
-    @property
-    def nursery(self) -> trio.Nursery:
-        """Where chains run what outlives a request. Raises RuntimeError when not running."""
-        if self._nursery is None:
-            raise RuntimeError("the relay is not running")
-        return self._nursery
+    def spawn(self, task: Callable[..., Awaitable[None]], *args: Any) -> None:
+        """Run what outlives a request. While the node shuts down it is not worth starting: peers
+        free everything by themselves when its links end."""
+        if self._nursery is not None:
+            self._nursery.start_soon(task, *args)
 
     @asynccontextmanager
     async def stage(
@@ -326,7 +328,7 @@ class Relay:
         outbox = self._outboxes.get(key)
         if outbox is None:
             outbox = self._outboxes[key] = _Outbox()
-            self.nursery.start_soon(self._deliver, key, outbox)
+            self.spawn(self._deliver, key, outbox)
         outbox.parcels.append(parcel)
         outbox.filled.set()
 
