@@ -15,6 +15,7 @@ import hashlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from mesh.gossip.membership import MAX_NODES, Entry, Table
 from mesh.gossip.wire import WireError
@@ -49,6 +50,7 @@ class Difference:
     more: bool
 
 
+@lru_cache(maxsize=2 * MAX_NODES)
 def key_of(peer: PeerId) -> bytes:
     return hashlib.sha256(peer.encode()).digest()[:KEY_BYTES]
 

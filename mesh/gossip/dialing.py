@@ -1,87 +1,81 @@
-"""Which peers this node should open links to, and when to try again. Pure.
+"""Which peers this node should open links to, and when. Pure.
 
 Up to :data:`FULL_MESH` nodes every pair keeps a link. Beyond, a node keeps :data:`FEW_LINKS` to
 peers that a hash picks, different ones for every node, which leaves the mesh connected; other links
 open when work needs them. Of a pair, the lower PeerId dials at once and the other waits a moment,
 so that the two do not dial each other at once, yet a peer that nobody can reach can reach us.
+
+This is about the first attempt after a peer's advert was heard; to try again is for the transport.
 """
 
 from __future__ import annotations
 
 import hashlib
+import heapq
 import math
-from collections.abc import Iterable
+from functools import lru_cache
 
-from mesh.gossip.membership import Table
+from mesh.gossip.membership import MAX_NODES, Table
 from mesh.identity import PeerId
 
 FULL_MESH = 64
 FEW_LINKS = 16
-YIELD = 1.5  # s that the higher PeerId leaves to the lower
-FIRST_RETRY = 1.0  # s, doubled with each failure
-LAST_RETRY = 60.0
+YIELD = 5.0  # s that the higher PeerId leaves to the lower
 AT_ONCE = 8  # dials under way
 
 
 class Dialing:
-    """State per peer that is wanted and not linked: when to dial it, and how often it failed."""
+    """When to dial whom. A peer is dialled once for each of its boots."""
 
     def __init__(self, me: PeerId) -> None:
         self._me = me
         self._due: dict[PeerId, float] = {}
-        self._failures: dict[PeerId, int] = {}
-        self._under_way: set[PeerId] = set()
+        self._dialled: dict[PeerId, int] = {}
+        self._under_way = 0
 
     def update(self, table: Table, now: float) -> None:
         """Note who is wanted now; call after every change of the table."""
         wanted = self._wanted(table)
-        for peer in [p for p in self._due if p not in wanted]:
-            del self._due[peer]
-        for peer in [p for p in self._failures if p not in wanted or p in table.links]:
-            del self._failures[peer]
-        for peer in wanted - table.links - self._due.keys() - self._under_way:
-            self._due[peer] = now if self._me < peer else now + YIELD
-        for peer in table.links & self._due.keys():
-            del self._due[peer]
+        self._dialled = {peer: boot for peer, boot in self._dialled.items() if peer in wanted}
+        self._due = {peer: at for peer, at in self._due.items() if peer in wanted}
+        for peer, boot in wanted.items():
+            if peer in table.links:
+                self._dialled[peer] = boot
+                self._due.pop(peer, None)
+            elif self._dialled.get(peer) != boot and peer not in self._due:
+                self._due[peer] = now if self._me < peer else now + YIELD
 
-    def _wanted(self, table: Table) -> set[PeerId]:
-        known = [
-            peer
+    def _wanted(self, table: Table) -> dict[PeerId, int]:
+        known = {
+            peer: entry.boot
             for peer, entry in table.entries.items()
             if peer != self._me and entry.status != "gone" and entry.signed.advert.addresses
-        ]
+        }
         if len(known) < FULL_MESH:
-            return set(known)
-        return set(sorted(known, key=self._rank)[:FEW_LINKS])
-
-    def _rank(self, peer: PeerId) -> bytes:
-        return hashlib.sha256(f"{self._me} {peer}".encode()).digest()
+            return known
+        few = heapq.nsmallest(FEW_LINKS, known, key=lambda peer: _rank(self._me, peer))
+        return {peer: known[peer] for peer in few}
 
     @property
     def deadline(self) -> float:
-        if len(self._under_way) >= AT_ONCE:
+        if self._under_way >= AT_ONCE:
             return math.inf
         return min(self._due.values(), default=math.inf)
 
-    def due(self, now: float) -> tuple[PeerId, ...]:
-        """Peers to dial now; each is under way until :meth:`finished` is told how it went."""
+    def due(self, table: Table, now: float) -> tuple[PeerId, ...]:
+        """Peers to dial now; tell :meth:`finished` after each, however it went."""
         ready = sorted((at, peer) for peer, at in self._due.items() if at <= now)
-        chosen = [peer for _, peer in ready[: AT_ONCE - len(self._under_way)]]
-        self._start(chosen)
+        chosen = [peer for _, peer in ready[: AT_ONCE - self._under_way]]
+        for peer in chosen:
+            del self._due[peer]
+            self._dialled[peer] = table.entries[peer].boot
+        self._under_way += len(chosen)
         return tuple(chosen)
 
-    def _start(self, peers: Iterable[PeerId]) -> None:
-        for peer in peers:
-            del self._due[peer]
-            self._under_way.add(peer)
+    def finished(self) -> None:
+        self._under_way -= 1
 
-    def finished(self, peer: PeerId, linked: bool, now: float, jitter: float) -> None:
-        """``jitter`` in [0, 1) spreads retries of many nodes."""
-        self._under_way.discard(peer)
-        if linked:
-            self._failures.pop(peer, None)
-            return
-        failures = self._failures.get(peer, 0) + 1
-        self._failures[peer] = failures
-        wait = min(FIRST_RETRY * 2.0 ** min(failures - 1, 16), LAST_RETRY)
-        self._due[peer] = now + wait * (0.75 + 0.5 * jitter)
+
+@lru_cache(maxsize=2 * MAX_NODES)
+def _rank(me: PeerId, peer: PeerId) -> bytes:
+    return hashlib.sha256(f"{me} {peer}".encode()).digest()

@@ -98,7 +98,6 @@ class GossipService:
         self._trust = trust
         self._rng = rng
         self._on_boot = on_boot
-        self._boot = boot
         self._sequence = 0
         self._said = Announcement()
         self._publishing = Publishing()
@@ -115,7 +114,7 @@ class GossipService:
             identity,
             trust,
             self._knowledge,
-            boot=lambda: self._boot,
+            boot=lambda: self.boot,
             rng=rng,
         )
         self._topics = {
@@ -133,7 +132,8 @@ class GossipService:
 
     @property
     def boot(self) -> int:
-        return self._boot
+        """What orders this node's starts; grows while it runs only if it began too low."""
+        return self._knowledge.table.boot
 
     @property
     def view(self) -> View:
@@ -171,6 +171,12 @@ class GossipService:
         """The present load of all holdings; call at every change, it is published as is due."""
         self._publishing.load_changed({item.id: item for item in load})
         self._knowledge.apply(MyLoad(self._publishing.load))
+        self._woken.set()
+
+    def renew(self, identity: Identity) -> None:
+        """Go on with a renewed certificate for the same key."""
+        self._identity = self._talks.identity = identity
+        self._publishing.advert_changed(trio.current_time())
         self._woken.set()
 
     async def leave(self) -> None:
@@ -236,7 +242,7 @@ class GossipService:
                     await self._publish_advert()
                 case "load":
                     await self._publish_load()
-            for peer in self._dialing.due(now):
+            for peer in self._dialing.due(self._knowledge.table, now):
                 self._start(self._dial, peer)
             silent = self._checking.due(self._knowledge.table, now, self._is_quiet)
             if silent is not None:
@@ -280,7 +286,7 @@ class GossipService:
                     self._start(self._talks.sync, link)
             case membership.Reboot(boot):
                 logger.warning("others know a later start of this node: the clock was set back")
-                self._boot, self._sequence = boot, 0
+                self._sequence = 0
                 self._on_boot(boot)
                 self._publishing.advert_changed(trio.current_time())
             case membership.Clash():
@@ -314,9 +320,11 @@ class GossipService:
             self._checking.finished(peer)
 
     async def _dial(self, peer: PeerId) -> None:
-        linked = await self._talks.dial(peer)
-        self._dialing.finished(peer, linked, trio.current_time(), self._rng.random())
-        self._woken.set()
+        try:
+            await self._talks.dial(peer)
+        finally:
+            self._dialing.finished()
+            self._woken.set()
 
     # -- speaking -----------------------------------------------------------------------------
 
@@ -329,7 +337,7 @@ class GossipService:
         signed = sign_advert(
             self._identity,
             Advert(
-                boot=self._boot,
+                boot=self.boot,
                 sequence=self._next_sequence(),
                 beat=self._publishing.beat,
                 state=said.state,
@@ -352,7 +360,7 @@ class GossipService:
 
     async def _publish_load(self) -> None:
         report = LoadReport(
-            boot=self._boot,
+            boot=self.boot,
             sequence=self._next_sequence(),
             beat=self._publishing.beat,
             load=self._publishing.load,

@@ -23,7 +23,7 @@ from mesh.gossip.exchange import (
     parse,
 )
 from mesh.gossip.knowledge import Knowledge
-from mesh.gossip.membership import PROBE_TIME, LinkUp, NoAnswer, ProofOfLife, Unreachable
+from mesh.gossip.membership import PROBE_TIME, NoAnswer, ProofOfLife, Unreachable
 from mesh.gossip.wire import WireError
 from mesh.identity import Identity, PeerId, TrustStore
 from mesh.transport import Lane, Link, Message, RemoteError, Request, Transport, TransportError
@@ -52,7 +52,7 @@ class Talks:
         rng: random.Random,
     ) -> None:
         self._transport = transport
-        self._identity = identity
+        self.identity = identity
         self._trust = trust
         self._knowledge = knowledge
         self._boot = boot
@@ -205,7 +205,7 @@ class Talks:
 
     async def _answer_alive(self, request: Request) -> Message:
         call = parse(AliveCall, request.message.body)
-        answer = exchange.prove_alive(self._identity, call.nonce, self._boot())
+        answer = exchange.prove_alive(self.identity, call.nonce, self._boot())
         return Message(answer.model_dump())
 
     async def _answer_probe(self, request: Request) -> Message:
@@ -224,13 +224,13 @@ class Talks:
 
     # -- links --------------------------------------------------------------------------------
 
-    async def dial(self, peer: PeerId) -> bool:
-        """Open a link; whether there is one now. A failure makes the peer suspect."""
-        if await self._link_to(peer) is not None:
-            self._knowledge.apply(LinkUp(peer))
-            return True
-        self._knowledge.apply(Unreachable(peer))
-        return False
+    async def dial(self, peer: PeerId) -> None:
+        """Open a link. A failure makes the peer suspect; the transport goes on trying."""
+        if await self._link_to(peer) is None:
+            self._knowledge.apply(Unreachable(peer))
+            entry = self._knowledge.table.entries.get(peer)
+            if entry is not None:
+                self._transport.keep(peer, entry.signed.advert.addresses)
 
     async def _link_to(self, peer: PeerId) -> Link | None:
         link = self._transport.link(peer)
