@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from openvino import opset13 as ops
 from openvino._offline_transformations import paged_attention_transformation
 
+from inference.devices import exact_properties
 from inference.split import HIDDEN_INPUT, STAGE_INFO
 
 SAMPLED_ROWS = "sampled_rows"
@@ -65,17 +66,10 @@ class StageConfig:
     kv_bytes: int = 1 << 30
 
     def properties(self) -> dict[str, Any]:
-        chosen: dict[str, Any] = {
-            "PERFORMANCE_HINT": "LATENCY",
-            "KV_CACHE_PRECISION": self.kv_precision,
-        }
-        if self.device.split(".")[0] == "CPU":
-            # All nodes of a chain compute in f32, whatever their CPUs prefer. Pinning would put
-            # the threads of two stages, in other processes too, on the same core.
-            chosen["INFERENCE_PRECISION_HINT"] = "f32"
-            chosen["ENABLE_CPU_PINNING"] = False
-            if self.threads is not None:
-                chosen["INFERENCE_NUM_THREADS"] = self.threads
+        chosen = {**exact_properties(self.device), "PERFORMANCE_HINT": "LATENCY"}
+        chosen["KV_CACHE_PRECISION"] = self.kv_precision
+        if self.threads is not None and self.device.split(".")[0] == "CPU":
+            chosen["INFERENCE_NUM_THREADS"] = self.threads
         return chosen
 
 

@@ -31,6 +31,7 @@ from inference.generation import (
     TokenLogprob,
 )
 from inference.paged import StageConfig, UnsupportedModel
+from inference.prompt import check_ids, prompt_tokens
 from inference.sampling import Sampler
 from inference.stage import Stage
 from inference.store.manifest import ModelManifest
@@ -181,20 +182,9 @@ class StageTextEngine:
 
     async def _prepare(self, request: GenerateRequest) -> Job:
         """Check the request and turn it into tokens. Raises :class:`GenerationError`."""
+        check_ids(request.resume, self._vocabulary, "resume")
+        check_ids(list(request.sampling.logit_bias), self._vocabulary, "logit_bias")
         prompt = await trio.to_thread.run_sync(self._tokenize, request)
-        self._check_ids(prompt, "prompt_tokens")
-        self._check_ids(request.resume, "resume")
-        self._check_ids(list(request.sampling.logit_bias), "logit_bias")
-        if not prompt:
-            raise GenerationError("invalid_value", "the prompt has no tokens", param="prompt")
-        wanted = request.max_tokens or 1
-        if len(prompt) + wanted > self._context:
-            raise GenerationError(
-                "context_length_exceeded",
-                f"this model's context is {self._context} tokens here; the prompt has "
-                f"{len(prompt)} and max_tokens asks for {wanted}",
-                param="max_tokens" if request.max_tokens else "messages",
-            )
         length = len(prompt) + request.max_tokens if request.max_tokens else self._context
         sampler = Sampler(request.sampling, prompt)
         for token in request.resume:
@@ -209,21 +199,9 @@ class StageTextEngine:
         )
 
     def _tokenize(self, request: GenerateRequest) -> list[int]:
-        if request.prompt_tokens is not None:
-            return list(request.prompt_tokens)
-        if request.messages is not None:
-            # The template writes what the model expects around a chat.
-            chat = self._tokenizer.apply_chat_template(request.messages)
-            return self._tokenizer.encode(chat, special=False)
-        return self._tokenizer.encode(request.prompt or "")
-
-    def _check_ids(self, ids: Sequence[int], param: str) -> None:
-        if ids and max(ids) >= self._vocabulary:
-            raise GenerationError(
-                "invalid_value",
-                f"{param} has token {max(ids)}; the vocabulary has {self._vocabulary}",
-                param=param,
-            )
+        return prompt_tokens(
+            request, self._tokenizer, vocabulary=self._vocabulary, context=self._context
+        )
 
     def _submit(self, job: Job) -> trio.MemoryReceiveChannel[Outcome]:
         if self._closed:
