@@ -48,6 +48,7 @@ class Plan:
 
 def plan(graph: Graph) -> Plan:
     """Raises :class:`SplitError` with the reason when the model cannot be cut into layers."""
+    _ = graph.token_input  # first of all: is it a text model?
     reads, stores = _state(graph)
     waists = _tensor_waists(graph)
     depth = _depths(graph, waists)

@@ -16,11 +16,35 @@ from inference.paged import StageConfig
 from inference.split import SplitError, read_splittable
 from inference.stage import Part, Stage, StepBatch
 
-ARCHITECTURES = (
-    "bitnet bloom cohere exaone4 gemma gemma2 gemma3_text glm4 gpt2 gpt_neox gpt_oss granite llama "
-    "mistral mixtral olmo2 opt phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe smollm3 stablelm "
-    "starcoder2"
-).split()
+ARCHITECTURES = [
+    "bitnet",
+    "bloom",
+    "cohere",
+    "exaone4",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm4",
+    "gpt2",
+    "gpt_neox",
+    "gpt_oss",
+    "granite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "opt",
+    "phi",
+    "phi3",
+    "phimoe",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+]
 TOKENS = 40
 PROMPTS = [[(7 * i * (s + 3) + s) % 250 + 3 for i in range(n)] for s, n in enumerate((40, 5, 33))]
 

@@ -1,0 +1,195 @@
+"""The real demo model cut into unequal stages, alone and in batches, against the uncut model."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from inference.batching import Limits
+from inference.engines.stage_worker import Drawn, Failed, Job, StageWorker
+from inference.generation import SamplingParams
+from inference.paged import StageConfig
+from inference.sampling import Sampler
+from inference.split import Splittable, read_splittable
+from inference.stage import Stage
+from inference.store.manifest import ModelManifest
+from inference.tokenizer import Tokenizer
+
+TOKENS = 128
+CUTS = {2: (0, 11, 30), 3: (0, 4, 21, 30), 5: (0, 1, 9, 14, 27, 30)}
+SUBJECTS = [
+    "a lighthouse",
+    "rain",
+    "the number seven",
+    "bread",
+    "a violin",
+    "Mars",
+    "an old map",
+    "bees",
+    "ice",
+    "a train",
+    "glass",
+    "the sea",
+    "a clock",
+    "chess",
+    "moss",
+    "a bridge",
+    "salt",
+    "a comet",
+    "ink",
+    "snow",
+]
+FORMS = (
+    "Write a short story about {}.",
+    "Explain {} to a child in three sentences.",
+    "List five facts about {}.",
+    "Write a Python function about {}.",
+)
+
+
+@dataclass
+class Chain:
+    """Stages with their worker; runs jobs and hands back tokens."""
+
+    stages: list[Stage]
+    sequences: int = 16
+    done: threading.Condition = field(default_factory=threading.Condition)
+    drawn: dict[int, list[int]] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+    failed: list[Failed] = field(default_factory=list)
+    sessions: int = 0
+
+    def __post_init__(self) -> None:
+        first = self.stages[0]
+        limits = Limits(
+            blocks=min(stage.blocks for stage in self.stages),
+            block_size=first.block_size,
+            context_length=first.context_length,
+            sequences=self.sequences,
+        )
+        self.worker = StageWorker(self.stages, limits, self._deliver)
+        self.worker.start()
+
+    def _deliver(self, outcomes: Sequence[Drawn | Failed], _: Any) -> None:
+        with self.done:
+            for outcome in outcomes:
+                if isinstance(outcome, Failed):
+                    self.failed.append(outcome)
+                    self.ended.add(outcome.session)
+                    continue
+                self.drawn[outcome.session].append(outcome.token_id)
+                if outcome.reason is not None:
+                    self.ended.add(outcome.session)
+            self.done.notify_all()
+
+    def start(self, prompt: list[int], count: int, params: SamplingParams) -> int:
+        self.sessions += 1
+        session = self.sessions
+        self.drawn[session] = []
+        length = len(prompt) + count
+        sampler = Sampler(params, prompt)
+        self.worker.submit(Job(session, list(prompt), len(prompt), length, frozenset(), sampler))
+        return session
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        with self.done:
+            assert self.done.wait_for(condition, timeout=250)
+        assert not self.failed
+
+    def alone(self, prompt: list[int], count: int, params: SamplingParams) -> list[int]:
+        session = self.start(prompt, count, params)
+        self.wait(lambda: session in self.ended)
+        return self.drawn[session]
+
+    def mixed(
+        self, prompts: list[list[int]], count: int, params: list[SamplingParams]
+    ) -> list[list[int]]:
+        """All prompts, joining while others run; between them some that leave early."""
+        sessions: list[int] = []
+        guests: list[int] = []
+        for number, (prompt, asked) in enumerate(zip(prompts, params, strict=True)):
+            if number >= 6:  # the first six together, each later one some tokens after another
+                behind = sessions[number // 2]
+                self.wait(lambda at=behind: len(self.drawn[at]) > 3 or at in self.ended)
+            sessions.append(self.start(prompt, count, asked))
+            if number % 3 == 0:
+                guests.append(self.start(prompt[3:] + prompt, 5 + number, SamplingParams(seed=9)))
+            if number % 5 == 4:
+                self.worker.cancel(guests.pop())
+        self.wait(lambda: self.ended.issuperset([*sessions, *guests]))
+        return [self.drawn[session] for session in sessions]
+
+
+@pytest.fixture(scope="module")
+def whole(demo_model: ModelManifest) -> Splittable:
+    return read_splittable(demo_model.file("openvino_model.xml"))
+
+
+@pytest.fixture(scope="module")
+def prompts(demo_model: ModelManifest) -> list[list[int]]:
+    tokenizer = Tokenizer(demo_model)
+    found = []
+    for number, subject in enumerate(SUBJECTS):
+        text = FORMS[number % len(FORMS)].format(subject)
+        chat = tokenizer.apply_chat_template([{"role": "user", "content": text}])
+        found.append(tokenizer.encode(chat, special=False))
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(demo_model: ModelManifest, prompts: list[list[int]], uncut: Any) -> list[list[int]]:
+    model = uncut(demo_model.file("openvino_model.xml"))
+    return [model.greedy(prompt, TOKENS)[0] for prompt in prompts]
+
+
+@pytest.fixture(params=CUTS, scope="module")
+def chain(request: pytest.FixtureRequest, whole: Splittable) -> Iterator[Chain]:
+    bounds = CUTS[request.param]
+    config = StageConfig(kv_bytes=1 << 27)
+    stages = [
+        Stage(whole.cut(first, last), config, context_length=2048)
+        for first, last in itertools.pairwise(bounds)
+    ]
+    chain = Chain(stages)
+    yield chain
+    chain.worker.stop()
+
+
+GREEDY = SamplingParams(temperature=0)
+SEEDED = [SamplingParams(temperature=0.8, top_p=0.95, seed=number) for number in range(8)]
+
+
+@pytest.mark.slow
+def test_greedy_alone(chain: Chain, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    assert [chain.alone(prompt, TOKENS, GREEDY) for prompt in prompts] == expected
+
+
+@pytest.mark.slow
+def test_greedy_in_a_mixed_batch(
+    chain: Chain, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    assert chain.mixed(prompts, TOKENS, [GREEDY] * len(prompts)) == expected
+
+
+@pytest.fixture(scope="module")
+def seeded(whole: Splittable, prompts: list[list[int]]) -> list[list[int]]:
+    """What one stage draws for each prompt alone."""
+    stage = Stage(whole.cut(0, 30), StageConfig(kv_bytes=1 << 27), context_length=2048)
+    one = Chain([stage])
+    drawn = [one.alone(p, 48, asked) for p, asked in zip(prompts, SEEDED, strict=False)]
+    one.worker.stop()
+    return drawn
+
+
+@pytest.mark.slow
+def test_seeded_sampling(chain: Chain, prompts: list[list[int]], seeded: list[list[int]]) -> None:
+    assert len({tuple(tokens) for tokens in seeded}) == len(seeded)
+    assert chain.mixed(prompts[:8], 48, SEEDED) == seeded
+    assert chain.alone(prompts[3], 48, SEEDED[3]) == seeded[3]
+    other_seed = SEEDED[3].model_copy(update={"seed": 1000})
+    assert chain.alone(prompts[3], 48, other_seed) != seeded[3]
