@@ -138,6 +138,14 @@ def test_every_single_changed_bit_is_refused(acme):
             verify_chain([bytes(changed)], roots, network="acme", now=NOW)
 
 
+def test_a_signature_cannot_be_respelled(acme):
+    """S and S + L would both satisfy the equation; RFC 8032, 5.1.7 wants S below L."""
+    order = 2**252 + 27742317777372353535851937790883648493
+    leaf = acme.leaf()
+    respelled = int.from_bytes(leaf[-32:], "little") + order
+    assert reason(acme, leaf[:-32] + respelled.to_bytes(32, "little")) is Reason.UNKNOWN_CA
+
+
 def test_every_truncation_and_any_tail_is_malformed(acme):
     leaf = acme.leaf()
     for length in range(len(leaf)):
