@@ -33,10 +33,14 @@ _GIVE_UP_AFTER = 7 * 86_400.0  # seconds in vain before a peer is no longer want
 class Keeper:
     """Run it with :meth:`run` for as long as links shall be kept."""
 
-    def __init__(self, me: PeerId, links: Links, contacts: Contacts, *, rng: Random) -> None:
+    def __init__(
+        self, me: PeerId, links: Links, contacts: Contacts, *, keep_all: bool, rng: Random
+    ) -> None:
+        """``keep_all``: keep every link that comes up, whoever dialled."""
         self._me = me
         self._links = links
         self._contacts = contacts
+        self._keep_all = keep_all
         self._rng = rng
         self._kept: dict[PeerId, trio.CancelScope] = {}
         self._hurry = trio.Event()
@@ -130,7 +134,8 @@ class Keeper:
                     addresses = dialable(peer, event.link.carrier)
                     if self._contacts.add(peer, addresses, now=time.time()):
                         await trio.to_thread.run_sync(self._contacts.save)
-                    self.keep(peer, addresses)
+                    if self._keep_all:
+                        self.keep(peer, addresses)
 
 
 def dialable(peer: PeerId, carrier: Carrier) -> list[str]:

@@ -174,6 +174,7 @@ class Links:
             link = self._links.get(peer)
             if link is None:
                 raise
+            net_connection.muxed_conn.shut(reason="the peer's own offer was taken")
             return link
         return self._start_link(peer, hello.link, welcome.boot, carrier)
 

@@ -50,6 +50,7 @@ class TransportConfig:
     liveness: LivenessPolicy = field(default_factory=LivenessPolicy)
     idle_timeout: float = 60.0  # a connection that carries nothing for so long is dead
     peers: tuple[str, ...] = ()  # full addresses of peers to keep links to
+    keep_links: bool = True  # dial again peers whose link was lost
     remember: Path | None = None  # file of peers seen before; None: do not remember
     mdns: bool = False  # announce and look for nodes of the network on the local network
     mdns_interfaces: tuple[str, ...] = ()  # addresses of the interfaces for that; empty: all
@@ -88,7 +89,13 @@ class Transport:
         )
         self._sightings: dict[PeerId, tuple[str, ...]] = {}
         self._contacts = Contacts(config.remember)
-        self._keeper = Keeper(self.peer_id, self._links, self._contacts, rng=Random())
+        self._keeper = Keeper(
+            self.peer_id,
+            self._links,
+            self._contacts,
+            keep_all=config.keep_links,
+            rng=Random(),
+        )
         self._door = Door(self._links.offered)
         self._host.set_stream_handler(LINK_PROTOCOL, self._door.lane_opened)
 

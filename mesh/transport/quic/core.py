@@ -65,6 +65,35 @@ class _NoPacer:
         return None
 
 
+class _StreamTable(dict[int, QuicStream]):
+    """The engine's table of streams, made cheap to walk.
+
+    For every packet the engine walks all streams to see whose window is to be announced, which
+    with a thousand of them costs more than the packet. ``values`` gives it only those; nothing else
+    uses it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limits_due: dict[int, QuicStream] = {}
+
+    def values(self) -> Any:
+        return list(self.limits_due.values())
+
+    def everyone(self) -> Any:
+        return super().values()
+
+
+def _is_active(stream: QuicStream) -> bool:
+    """Whether the engine has something to do for a stream when it sends."""
+    return (
+        not stream.sender.buffer_is_empty
+        or stream.sender.reset_pending
+        or stream.receiver.stop_pending
+        or stream.is_finished
+    )
+
+
 class MeshQuic(QuicConnection):
     """One QUIC connection without I/O. ``clock`` gives the readings that are passed as ``now``."""
 
@@ -88,6 +117,8 @@ class MeshQuic(QuicConnection):
         self._consumed_total = 0
         self._priorities: dict[int, int] = {}
         self._queue: list[QuicStream] = []
+        self._streams = _StreamTable()
+        self._look_at_all = False  # a stream may have become active by what the peer sent
         self._unacknowledged = 0
         self._has_written = False
         self._local_max_streams_bidi.value = tuning.max_streams
@@ -102,7 +133,7 @@ class MeshQuic(QuicConnection):
             # libp2p authenticates both sides; the engine offers this only as a private switch.
             self.tls._request_client_certificate = True
 
-    # -- priority -----------------------------------------------------------------------------
+    # -- order of streams ---------------------------------------------------------------------
 
     def set_priority(self, stream_id: int, priority: int) -> None:
         """Serve this stream before all with a higher number and after all with a lower one."""
@@ -110,7 +141,8 @@ class MeshQuic(QuicConnection):
 
     @property
     def _streams_queue(self) -> list[QuicStream]:
-        """The order in which a packet is filled; aioquic reads it afresh for every packet."""
+        """Active streams in the order in which a packet is filled; aioquic reads it afresh for
+        every packet."""
         if self._priorities and len(self._queue) > 1:
             priorities = self._priorities
             self._queue.sort(key=lambda s: priorities.get(s.stream_id, DEFAULT_PRIORITY))
@@ -119,6 +151,25 @@ class MeshQuic(QuicConnection):
     @_streams_queue.setter
     def _streams_queue(self, queue: list[QuicStream]) -> None:
         self._queue = queue
+
+    def _activate(self, stream_id: int) -> None:
+        stream = self._streams.get(stream_id)
+        if stream is not None and stream not in self._queue:
+            self._queue.append(stream)
+
+    def _activate_all(self) -> None:
+        """Find streams that acknowledgements, losses or the peer have given something to do."""
+        self._look_at_all = False
+        queued = set(self._queue)
+        self._queue += [s for s in self._streams.everyone() if _is_active(s) and s not in queued]
+
+    def reset_stream(self, stream_id: int, error_code: int) -> None:
+        super().reset_stream(stream_id, error_code)
+        self._activate(stream_id)
+
+    def stop_stream(self, stream_id: int, error_code: int) -> None:
+        super().stop_stream(stream_id, error_code)
+        self._activate(stream_id)
 
     # -- flow control -------------------------------------------------------------------------
 
@@ -139,6 +190,8 @@ class MeshQuic(QuicConnection):
             self._consumed_total + tuning.connection_window - self._local_max_data.sent
             >= tuning.connection_window // 2
         )
+        if stream_due:
+            self._streams.limits_due[stream_id] = stream
         return bool(stream_due or connection_due)
 
     def forget_stream(self, stream_id: int) -> None:
@@ -146,10 +199,17 @@ class MeshQuic(QuicConnection):
         self._consumed.pop(stream_id, None)
         self._priorities.pop(stream_id, None)
 
+    def _on_max_stream_data_delivery(self, delivery: Any, stream: QuicStream) -> None:
+        super()._on_max_stream_data_delivery(delivery, stream)
+        if delivery is not QuicDeliveryState.ACKED:
+            self._streams.limits_due[stream.stream_id] = stream
+
     def _write_stream_limits(
         self, builder: QuicPacketBuilder, space: Any, stream: QuicStream
     ) -> None:
-        if not stream.max_stream_data_local or stream.receiver.is_finished:
+        due = self._streams.limits_due
+        if stream.receiver.is_finished:
+            due.pop(stream.stream_id, None)
             return
         window = self._tuning.stream_window
         wanted = self._consumed.get(stream.stream_id, 0) + window
@@ -165,6 +225,7 @@ class MeshQuic(QuicConnection):
             buffer.push_uint_var(stream.stream_id)
             buffer.push_uint_var(stream.max_stream_data_local)
             stream.max_stream_data_local_sent = stream.max_stream_data_local
+        due.pop(stream.stream_id, None)
 
     def _write_connection_limits(self, builder: QuicPacketBuilder, space: Any) -> None:
         limit = self._local_max_data
@@ -186,6 +247,7 @@ class MeshQuic(QuicConnection):
         if space is not None:
             pending, space.ack_at = space.ack_at, None
         super().receive_datagram(data, addr, now)
+        self._look_at_all = True
         self.datagrams_received += 1
         self.last_received = now
         if space is None:
@@ -199,6 +261,7 @@ class MeshQuic(QuicConnection):
 
     def send_stream_data(self, stream_id: int, data: Buffer, end_stream: bool = False) -> None:
         super().send_stream_data(stream_id, data, end_stream)
+        self._activate(stream_id)
         self._has_written = True
 
     def datagrams_to_send(self, now: float) -> list[tuple[bytes, Any]]:
@@ -209,7 +272,10 @@ class MeshQuic(QuicConnection):
             if space.ack_at <= now:
                 self._unacknowledged = 0
         self._has_written = False
+        if self._look_at_all:
+            self._activate_all()
         datagrams: list[tuple[bytes, Any]] = super().datagrams_to_send(now)
+        self._queue = [stream for stream in self._queue if _is_active(stream)]
         if self.mtu is not None and self._handshake_confirmed:
             size = self.mtu.next_probe(now)
             if size is not None:
@@ -233,6 +299,7 @@ class MeshQuic(QuicConnection):
 
     def handle_timer(self, now: float) -> None:
         super().handle_timer(now)
+        self._look_at_all = True
         if self._loss._pto_count >= 3 and self.mtu is not None and self.mtu.black_hole(now):
             self._use_datagram_size(self.mtu.size)
 

@@ -168,6 +168,9 @@ class Endpoint:
                 touched[connection] = None
             for connection in touched:
                 connection.pump()
+            # While this waits for the next datagram it must not keep a closed connection alive.
+            touched.clear()
+            connection = None
 
     def _new_connection(
         self, udp: UdpSocket, data: bytes, address: Address
@@ -317,7 +320,7 @@ class Endpoint:
             due = self._clock() + _TIMER_SLACK
             while self._timers and self._timers[0][0] <= due:
                 at, key = heapq.heappop(self._timers)
-                connection = self._timed.get(key)
+                connection: MeshConnection | None = self._timed.get(key)
                 if connection is None or connection.timer_at != at:
                     continue  # closed, or another entry stands for it
                 connection.timer_at = None
@@ -326,4 +329,5 @@ class Endpoint:
                     connection.timer_due(max(wanted, self._clock()))
                 else:
                     self._arm(connection)
+            connection = None
             await trio.lowlevel.checkpoint()
