@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import openvino
@@ -93,8 +94,10 @@ def exact_properties(device: str) -> dict[str, Any]:
     tokens:
 
     * f32 arithmetic, where CPUs with bf16 would use that;
-    * no dynamic quantization of activations to int8, whose kernels depend on the number of rows
-      (seen on CPUs with VNNI: prompts diverge within 3 to 43 tokens, and never without it);
+    * no dynamic quantization of activations to int8: CPUs with VNNI do that, others cannot, and its
+      result for one row differs from that for several (seen on the former: alone and in a batch,
+      prompts diverge within 3 to 43 tokens; without it never). It would halve the time of prompts
+      and of large batches there;
     * keys and values in f16 and not in u8.
     """
     properties: dict[str, Any] = {
@@ -106,6 +109,16 @@ def exact_properties(device: str) -> dict[str, Any]:
         # By default every model pins its threads to the same first cores, across processes too.
         properties["ENABLE_CPU_PINNING"] = False
     return properties
+
+
+def cache_properties(device: str, directory: Path) -> dict[str, Any]:
+    """Properties that keep compiled models in ``directory`` for the next start.
+
+    Empty for a CPU: for models with paged attention it writes the cache, but never reads it.
+    """
+    if device.split(".")[0] == "CPU":
+        return {}
+    return {"CACHE_DIR": str(directory), "CACHE_MODE": "OPTIMIZE_SIZE"}
 
 
 def _names() -> tuple[str, ...]:

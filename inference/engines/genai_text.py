@@ -132,7 +132,8 @@ class GenaiTextEngine:
         config = PipelineConfig(
             path=self._model.path,
             device=self._device,
-            properties=devices.exact_properties(self._device),
+            properties=devices.exact_properties(self._device)
+            | devices.cache_properties(self._device, self._model.path.parent / ".compiled"),
             sequences=options.sequences,
             blocks=blocks,
         )

@@ -7,6 +7,7 @@ who add or remove hold a lock file per model name; reading takes no lock::
     ROOT/OpenVINO--Qwen3-8B-int4-ov/...
     ROOT/.locks/       one lock file per name
     ROOT/.incoming/    what is being fetched or imported
+    ROOT/.compiled/    what devices have compiled
 """
 
 from __future__ import annotations

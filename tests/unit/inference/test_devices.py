@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,3 +90,8 @@ def test_this_machine() -> None:
     assert devices.resolve("AUTO") in found
     assert devices.exact_properties("CPU")["INFERENCE_PRECISION_HINT"] == "f32"
     assert "INFERENCE_PRECISION_HINT" not in devices.exact_properties("GPU.1")
+
+
+def test_compiled_models_are_cached_where_that_helps(tmp_path: Path) -> None:
+    assert devices.cache_properties("CPU", tmp_path) == {}
+    assert devices.cache_properties("GPU.1", tmp_path)["CACHE_DIR"] == str(tmp_path)
