@@ -28,7 +28,7 @@ from ca.files import make_private_folder, write_atomic
 from ca.form import Root
 from ca.issue import DEFAULT_DAYS, issue, make_root
 from ca.ledger import Entry, Ledger, Transaction
-from ca.naming import NETWORK_RULE, Role, is_network, public_key_of
+from ca.naming import NETWORK_RULE, Role, is_network, is_node_name, public_key_of
 from ca.pem import write_bundle
 from ca.request import Request
 from ca.vault import seal, unseal
@@ -248,7 +248,7 @@ def _find(transaction: Transaction, target: str) -> list[Entry]:
         return transaction.by_serial(int(target, 16))
     if _is_peer_id(target):
         return transaction.by_peer(target)
-    return transaction.by_name(target)
+    return transaction.by_name(target) if is_node_name(target) else []
 
 
 def _whole_nodes(

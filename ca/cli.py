@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -72,6 +73,8 @@ exit status:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. ``meshca --help`` documents both."""
     options = _parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may be no text
     try:
         options.run(options)
         sys.stdout.flush()

@@ -47,8 +47,14 @@ def new_secret(passphrase_file: Path | None, key_file: Path | None) -> bytes:
 
 
 def passphrase_secret(text: str) -> bytes:
-    """A typed passphrase as bytes, the same however the keyboard composes its accents."""
-    return unicodedata.normalize("NFC", text).encode()
+    """A typed passphrase as bytes, the same however the keyboard composes its accents.
+
+    Raises LockedError for bytes that are no text.
+    """
+    try:
+        return unicodedata.normalize("NFC", text).encode()
+    except UnicodeEncodeError:
+        raise LockedError("the passphrase is not UTF-8 text") from None
 
 
 def read_passphrase_file(path: Path) -> bytes:

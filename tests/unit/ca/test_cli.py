@@ -166,3 +166,17 @@ def test_a_key_file_in_place_of_a_passphrase(admin, tmp_path, monkeypatch):
     admin.fails(4, "wrong", "revoke", "desk-7", "--key-file", "other.key")
     admin.fails(4, "cannot read", "revoke", "desk-7", "--key-file", "missing.key")
     admin.fails(2, "not allowed", "revoke", "x", "--key-file", "usb.key", "--passphrase-file", "x")
+
+
+def test_bytes_that_are_no_text(admin, tmp_path):
+    wild = "\udcff\n"
+    admin.fails(6, "no certificate for", "show", wild)
+    admin.fails(6, "no certificate for", "revoke", "x" * 100_000)
+    admin.fails(
+        4, "not UTF-8", "issue", "--name", "x", "--out", "x", MESHCA_PASSPHRASE="\udcff" * 9
+    )
+    if os.name == "posix":
+        (tmp_path / "ca").rename(tmp_path / "\udcff")
+        (tmp_path / "ca").symlink_to("\udcff")
+        assert "SERIAL" in admin.ok("list").out
+        assert cli.main(["--dir", "\udcffnew", "init", "--network", "acme"]) == 0
