@@ -118,7 +118,7 @@ class GenaiWorker:
     def _run(self) -> None:
         try:
             self._load()
-        except RuntimeError as error:
+        except Exception as error:
             self._problem = runtime_message(error)
             return
         finally:
@@ -126,7 +126,7 @@ class GenaiWorker:
         while self._take_in():
             try:
                 self._step()
-            except RuntimeError as error:
+            except Exception as error:  # whatever it is, nobody else can tell those who wait
                 self._recover(f"the runtime failed: {runtime_message(error)}")
             self._report()
         self._fail_all("the engine is closing")
