@@ -15,6 +15,7 @@ import trio
 import trio.testing
 from h2.connection import H2Connection
 from h2.errors import ErrorCodes
+from h2.events import StreamEnded
 
 from inference.generation import GenerateRequest, TokenEvent
 from mesh.api import AnswerEvent, BindError, Started, create_app, open_listeners, serve
@@ -294,6 +295,38 @@ def test_garbage_ends_its_own_connection_only(
 
     with caplog.at_level(logging.CRITICAL):
         trio.run(main)
+
+
+def test_a_failure_of_the_protocol_code_ends_its_own_connection_only(
+    serving: Any, node: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """hypercorn stumbles over HTTP/2 data that comes after the answer."""
+    monkeypatch.setattr("mesh.api.app.DRAIN_SECONDS", 0.05)
+
+    async def main() -> None:
+        client = H2Connection()
+        client.initiate_connection()
+        names = (":method", ":path", ":scheme", ":authority")
+        values = ("POST", "/nothing", "http", "localhost")
+        client.send_headers(1, list(zip(names, values, strict=True)))
+        async with serving(node) as server:
+            socket = await trio.open_tcp_stream("127.0.0.1", server.port)
+            await socket.send_all(client.data_to_send())
+            while not any(isinstance(e, StreamEnded) for e in await receive(socket, client)):
+                pass
+            client.send_data(1, b"late", end_stream=True)
+            await socket.send_all(client.data_to_send())
+            await read_to_end(socket, seconds=5)
+            async with httpx.AsyncClient() as other:
+                assert (await other.get(server.url + "/health")).status_code == 200
+
+    trio.run(main)
+    assert "an HTTP connection failed" in caplog.text
+
+
+async def receive(socket: trio.SocketStream, client: H2Connection) -> list[Any]:
+    with trio.fail_after(5):
+        return client.receive_data(bytes(await socket.receive_some()))
 
 
 def test_too_many_connections(serving: Any, node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
