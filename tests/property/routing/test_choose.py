@@ -266,6 +266,15 @@ def test_chains_share_the_load_of_their_stages(make_view, seed):
     assert all(45 <= went[p] <= 75 for p in ("B1", "B2", "B3"))
 
 
+def test_many_entry_nodes_with_one_request_each_part_ways(make_view):
+    one, two = halves()
+    chains = make_view("E", A=[one], B1=[two], B2=[two], B3=[two])
+    replicas = make_view("E", B1=[{}], B2=[{}], B3=[{}])
+    for view in (chains, replicas):
+        went = Counter(route(view, seed=s).hops[-1].peer for s in range(90))
+        assert min(went[p] for p in ("B1", "B2", "B3")) >= 15
+
+
 _STAGES = st.lists(
     st.tuples(st.integers(0, 29), st.integers(1, 30)).filter(lambda r: r[0] < r[1]),
     min_size=1,

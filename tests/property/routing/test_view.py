@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import lru_cache
 
 from hypothesis import given, settings
@@ -77,3 +78,11 @@ def test_as_many_chains_as_can_stand_side_by_side(make_view, ranges):
     stages = view.models[0].stages if view.models else ()
     assert count_chains(stages, 30) == expected
     assert (view.models[0].chains if view.models else 0) == expected
+
+
+def test_a_stage_that_stands_in_the_way_of_two_chains_is_given_up(make_view):
+    """Whatever comes first: 0-5-10-30 blocks both 0-5-30 and 0-10-30 if it is kept."""
+    ranges = [(0, 5), (5, 10), (10, 30), (5, 30), (0, 10)]
+    for order in itertools.permutations(ranges):
+        peers = {f"S{i}": [{"first": a, "last": b}] for i, (a, b) in enumerate(order)}
+        assert make_view("E", **peers).models[0].chains == 2
