@@ -64,12 +64,12 @@ NOTHING_REVOKED: Revoked = {}
 class TrustedPath:
     """A leaf that a root vouches for, with what remains to be checked each time: dates, revocation.
 
-    ``issuers`` are ``(serial, not_before, not_after)`` of the CAs above the leaf, root last.
+    ``intermediates`` are ``(serial, not_before, not_after)`` of the CAs between leaf and root.
     """
 
     certificate: Certificate
     root: Root
-    issuers: tuple[tuple[int, datetime, datetime], ...]
+    intermediates: tuple[tuple[int, datetime, datetime], ...]
 
 
 def load_root(der: bytes) -> Root:
@@ -125,7 +125,7 @@ def trusted_path(chain_der: Sequence[bytes], roots: Iterable[Root], *, network: 
             f"the certificate of {leaf.name} is for network {leaf.network}, this is {network}",
         )
     trusted = [root for root in roots if root.network == network]
-    issuers: list[tuple[int, datetime, datetime]] = []
+    intermediates: list[tuple[int, datetime, datetime]] = []
     rest = list(chain_der[1:])
     while True:
         root = _issuing_root(current, trusted)
@@ -149,17 +149,16 @@ def trusted_path(chain_der: Sequence[bytes], roots: Iterable[Root], *, network: 
                 Reason.UNKNOWN_CA,
                 f"the certificate of {leaf.name} is not signed by the next one in its chain",
             )
-        _check_path_length(ca, len(issuers))
-        issuers.append((parsed.serial_number, ca.not_before, ca.not_after))
+        _check_path_length(ca, len(intermediates))
+        intermediates.append((parsed.serial_number, ca.not_before, ca.not_after))
         current = parsed
-    _check_path_length(root, len(issuers))
+    _check_path_length(root, len(intermediates))
     if rest and rest != [root.der]:
         raise CertificateError(
             Reason.MALFORMED, "the chain holds certificates that do not belong to it"
         )
-    certificate = replace(leaf, chain_der=tuple(chain_der[: len(issuers) + 1]))
-    issuers.append((0, root.not_before, root.not_after))
-    return TrustedPath(certificate, root, tuple(issuers))
+    certificate = replace(leaf, chain_der=tuple(chain_der[: len(intermediates) + 1]))
+    return TrustedPath(certificate, root, tuple(intermediates))
 
 
 def check_now(
@@ -172,12 +171,14 @@ def check_now(
     leaf = path.certificate
     who = f"the certificate of {leaf.name}"
     _check_dates(who, leaf.not_before, leaf.not_after, now, skew)
-    for _, not_before, not_after in path.issuers:
-        _check_dates(f"the CA certificate above {leaf.name}", not_before, not_after, now, skew)
+    above = f"the CA certificate above {leaf.name}"
+    for _, not_before, not_after in path.intermediates:
+        _check_dates(above, not_before, not_after, now, skew)
+    _check_dates(above, path.root.not_before, path.root.not_after, now, skew)
     serials = revoked.get(path.root.key, ())
     if leaf.serial in serials:
         raise CertificateError(Reason.REVOKED, f"{who} is revoked (serial {leaf.serial:040x})")
-    if any(serial in serials for serial, _, _ in path.issuers):
+    if any(serial in serials for serial, _, _ in path.intermediates):
         raise CertificateError(Reason.REVOKED, f"a CA certificate above {leaf.name} is revoked")
 
 

@@ -143,6 +143,13 @@ def test_what_a_careless_ca_signs_is_still_what_it_must_be(der):
         assert certificate.der == der
 
 
+@pytest.mark.parametrize("name", [b"mesh CA", b"desk-7", b"acme", b"libp2p", b"serve"])
+def test_names_that_are_no_text(name):
+    assert name in LEAF
+    der = resigned(LEAF.replace(name, b"\xff" * len(name)))
+    assert refuses_or_accepts(lambda: verify(der)) is None
+
+
 @FUZZ
 @given(st.lists(st.sampled_from([LEAF, ROOT_DER, b"", b"\x30\x00", CRL]), max_size=6))
 def test_any_order_of_parts(chain):
