@@ -181,6 +181,8 @@ class ChainHead:
     async def _enter(self, session: HeadSession) -> None:
         """Open the session on all stages and let it into the ring, unless it has ended."""
         while not session.ended:
+            if self._gone:
+                self._mend_soon()
             await self._steady.wait()
             self._check_failure()
             epoch = self.ring.epoch
@@ -412,11 +414,9 @@ class ChainHead:
         """``peer`` is of no use in this chain, if it is in it."""
         if peer not in self.ring.peers or peer == self._relay.links.me:
             return
-        if self.idle:
-            self._fail_all("node_lost", f"{peer} left the chain")
-            return
         self._gone.add(peer)
-        self._mend_soon()
+        if not self.idle:
+            self._mend_soon()
 
     def _mend_soon(self) -> None:
         if self._steady.is_set():
