@@ -11,7 +11,7 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import platformdirs
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -69,6 +69,7 @@ class NodeConfig(BaseModel):
     model: tuple[str, ...] = ()  # models to serve whole
     stage: tuple[StageRange, ...] = ()  # layer ranges to serve
     device: str = "CPU"
+    engine: Literal["stage", "genai"] = "stage"  # what runs whole models
     slots: Annotated[int, Field(ge=1, le=1024)] = 16  # sessions an engine runs at once
     queue: Annotated[int, Field(ge=0, le=65536)] = 64  # requests that may wait for a slot
     log: str = "info"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from inference import devices
 from inference.engines import LanguageEngine
+from inference.engines.genai_text import GenaiOptions, GenaiTextEngine
 from inference.engines.stage_text import EngineOptions, StageTextEngine
 from inference.paged import StageConfig
 from inference.store.manifest import ModelManifest
@@ -29,6 +30,10 @@ def device_facts() -> tuple[Device, ...]:
 
 async def open_engine(manifest: ModelManifest, config: NodeConfig) -> LanguageEngine:
     """Load a whole model. Raises GenerationError when the device or the model cannot be used."""
+    if config.engine == "genai":
+        return await GenaiTextEngine.open(
+            manifest, config.device, GenaiOptions(sequences=config.slots, waiting=config.queue)
+        )
     return await StageTextEngine.open(
         manifest,
         StageConfig(device=devices.resolve(config.device)),

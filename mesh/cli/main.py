@@ -30,6 +30,7 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="NAME", action="append", help="a model to serve whole, repeatable")
     add("--stage", metavar="MODEL:FIRST-LAST", action="append", help="layers to serve, repeatable")
     add("--device", metavar="CPU|GPU|NPU|AUTO", help="where models run (default CPU)")
+    add("--engine", metavar="stage|genai", help="what runs whole models (default stage)")
     add("--slots", type=int, metavar="N", help="sessions that an engine runs at once")
     add("--queue", type=int, metavar="N", help="requests that may wait for a slot")
 
