@@ -13,7 +13,7 @@ from mesh.transport.errors import (
 )
 from mesh.transport.lanes import Lane
 from mesh.transport.link import Link
-from mesh.transport.links import LinkDown, LinkUp
+from mesh.transport.links import LinkDown, LinkMoved, LinkUp
 from mesh.transport.liveness import LivenessPolicy
 from mesh.transport.messages import Message, Request
 from mesh.transport.quic.core import Tuning
@@ -26,6 +26,7 @@ __all__ = [
     "Link",
     "LinkClosed",
     "LinkDown",
+    "LinkMoved",
     "LinkUp",
     "ListenError",
     "LivenessPolicy",

@@ -9,6 +9,7 @@ from multiaddr import Multiaddr
 from mesh.identity import PeerId
 from mesh.transport.errors import DialError
 
+_CIRCUIT = "/p2p-circuit"
 MAX_ADDRESS = 1024  # characters; a relayed address names three peers
 
 
@@ -24,3 +25,13 @@ def parse_address(text: str) -> tuple[PeerId, Multiaddr]:
         return PeerId(ID.from_string(peer).to_base58()), address
     except (multiaddr.exceptions.Error, ValueError) as error:
         raise DialError(f"not an address: {text}") from error
+
+
+def parse_circuit(text: str) -> tuple[PeerId, str] | None:
+    """The relay that a relayed address goes through, and the relay's own address; None for a direct
+    address. Raises DialError for what is no address."""
+    own, circuit, _ = text.partition(_CIRCUIT)
+    if not circuit:
+        return None
+    relay, _ = parse_address(own)
+    return relay, own

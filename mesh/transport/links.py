@@ -6,6 +6,7 @@ Who gives way when both sides dial is decided in ``pairing``; here is what follo
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from multiaddr import Multiaddr
 
 from ca.certificate import Certificate
 from mesh.identity import PeerId
-from mesh.transport.addresses import parse_address
+from mesh.transport.addresses import parse_address, parse_circuit
 from mesh.transport.carrier import Carrier
 from mesh.transport.errors import DialError, NotAdmitted, TransportError
 from mesh.transport.link import Link
@@ -28,11 +29,14 @@ from mesh.transport.opening import Offer, Refused, open_lanes
 from mesh.transport.pairing import Existing, Hello, Verdict, decide
 from mesh.transport.quic.connection import MeshConnection
 from mesh.transport.quic.listen import MeshQuicTransport
+from mesh.transport.relay import Relay
 from mesh.transport.serving import Services
 
 logger = logging.getLogger(__name__)
 
 _STAGGER = 0.15  # seconds between dials to several addresses of one peer
+_DIRECT_FIRST = 2.5  # seconds for a direct path before a relay is tried
+_MOST_RELAYS = 8  # linked peers asked to relay, one after the other
 _OTHER_SIDE = 5.0  # seconds for a link that the peer opens to appear here
 
 
@@ -51,7 +55,14 @@ class LinkDown:
     reason: str
 
 
-LinkEvent = LinkUp | LinkDown
+@dataclass(frozen=True)
+class LinkMoved:
+    """A link goes on over another path: its ``path`` and round trip time are different now."""
+
+    link: Link
+
+
+LinkEvent = LinkUp | LinkDown | LinkMoved
 
 
 class Links:
@@ -66,6 +77,7 @@ class Links:
         services: Services,
         liveness: LivenessPolicy,
         renewed: Callable[[Link, object], Certificate],
+        relay: Relay,
     ) -> None:
         self.nursery: trio.Nursery | None = None
         self._me = me
@@ -74,6 +86,7 @@ class Links:
         self._services = services
         self._liveness = liveness
         self._renewed = renewed
+        self._relay = relay
         self._boot = os.urandom(8)
         self._links: dict[PeerId, Link] = {}
         self._last_links: dict[PeerId, bytes] = {}
@@ -148,7 +161,44 @@ class Links:
         raise DialError("the link was lost at once")
 
     async def _dial_and_open(self, peer: PeerId, addresses: Sequence[str]) -> Link:
-        connection = await self._dial_first(peer, addresses)
+        """Directly if that works, else through a relay."""
+        relays = self._relays_to(peer, addresses)
+        connection: MeshConnection | None = None
+        failure: TransportError = DialError(f"no address for {peer}")
+        try:
+            with trio.move_on_after(_DIRECT_FIRST if relays else math.inf):
+                failure = DialError(f"{peer} does not answer directly")
+                connection = await self._dial_first(peer, addresses)
+        except NotAdmitted:
+            raise
+        except TransportError as error:
+            failure = error
+        if connection is not None:
+            return await self._open_direct(peer, connection)
+        for relay, address in relays:
+            try:
+                if relay not in self._links and address is not None:
+                    await self.link_to(relay, [address])
+                net_connection = await self._relay.dial(relay, peer)
+                return await self._offer_link(peer, net_connection, path="relayed")
+            except NotAdmitted:
+                raise
+            except TransportError as error:
+                logger.debug("not through %s: %s", relay, error)
+        raise failure
+
+    def _relays_to(self, peer: PeerId, addresses: Sequence[str]) -> list[tuple[PeerId, str | None]]:
+        """Peers that may relay: those that an address names, then those linked directly."""
+        named = [split for text in addresses if (split := parse_circuit(text)) is not None]
+        relays: dict[PeerId, str | None] = dict(named)
+        linked = [link.peer for link in self._links.values() if link.path != "relayed"]
+        for other in linked[:_MOST_RELAYS]:
+            relays.setdefault(other, None)
+        relays.pop(peer, None)
+        relays.pop(self._me, None)
+        return list(relays.items())
+
+    async def _open_direct(self, peer: PeerId, connection: MeshConnection) -> Link:
         try:
             net_connection = await self._swarm.add_conn(connection, direction="outbound")
             return await self._offer_link(peer, net_connection, path="direct")
@@ -183,7 +233,7 @@ class Links:
         targets = []
         for text in addresses:
             named, address = parse_address(text)
-            if named == peer:
+            if named == peer and parse_circuit(text) is None:
                 targets.append(address)
         if not targets:
             raise DialError(f"no address for {peer}")
@@ -254,13 +304,24 @@ class Links:
             carrier = offer.welcome(self._boot, path=self._path_of(offer.connection))
             self._start_link(peer, offer.hello.link, offer.hello.boot, carrier)
         elif verdict is Verdict.MOVE and current is not None:
-            carrier = offer.welcome(self._boot, path=self._path_of(offer.connection))
-            await current.move(carrier)
+            path = self._path_of(offer.connection, moving=current.path == "relayed")
+            await current.move(offer.welcome(self._boot, path=path))
+            self._emit(LinkMoved(current))
         else:
             offer.refuse(verdict.value)
 
-    def _path_of(self, connection: Any) -> str:
-        return "direct" if isinstance(connection, MeshConnection) else "relayed"
+    async def promote(self, link: Link, connection: MeshConnection) -> None:
+        """Move a link to a connection that this side dialled. Raises DialError."""
+        net_connection = await self._swarm.add_conn(connection, direction="outbound")
+        hello = Hello(link=link.link_id, lane=0, boot=self._boot, moves=True)
+        carrier, _ = await open_lanes(net_connection, hello, path="punched")
+        await link.move(carrier)
+        self._emit(LinkMoved(link))
+
+    def _path_of(self, connection: Any, *, moving: bool = False) -> str:
+        if not isinstance(connection, MeshConnection):
+            return "relayed"
+        return "punched" if moving else "direct"
 
     def _start_link(self, peer: PeerId, link_id: bytes, peer_boot: bytes, carrier: Carrier) -> Link:
         connection = carrier.connection

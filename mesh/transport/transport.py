@@ -29,11 +29,14 @@ from mesh.transport.link import Link
 from mesh.transport.links import LinkEvent, Links
 from mesh.transport.liveness import LivenessPolicy
 from mesh.transport.mdns import LocalDiscovery
+from mesh.transport.observe import ObservedAddresses
 from mesh.transport.opening import LINK_PROTOCOL, Door
 from mesh.transport.quic.connection import MeshConnection
 from mesh.transport.quic.core import Tuning
-from mesh.transport.quic.listen import MeshQuicTransport
+from mesh.transport.quic.listen import MeshQuicTransport, endpoint_of, quic_address
 from mesh.transport.quic.tls import pack_chain, unpack_chain
+from mesh.transport.reach import DIAL_BACK, PUNCH, SEEN, Reachability
+from mesh.transport.relay import Relay, RelayLimits
 from mesh.transport.serving import Handler, Services, StreamHandler
 from mesh.transport.topics import Topics, Validator
 
@@ -49,6 +52,7 @@ class TransportConfig:
     tuning: Tuning = field(default_factory=Tuning)
     liveness: LivenessPolicy = field(default_factory=LivenessPolicy)
     idle_timeout: float = 60.0  # a connection that carries nothing for so long is dead
+    relay: RelayLimits = field(default_factory=RelayLimits)
     peers: tuple[str, ...] = ()  # full addresses of peers to keep links to
     keep_links: bool = True  # dial again peers whose link was lost
     remember: Path | None = None  # file of peers seen before; None: do not remember
@@ -65,6 +69,7 @@ class Transport:
         self.certificate = identity.certificate
         self._trust = trust
         self._services = Services()
+        self._observed = ObservedAddresses()
         keys = key_pair_of(identity.key)
         self._quic = MeshQuicTransport(
             keys.private_key,
@@ -79,6 +84,12 @@ class Transport:
         )
         self._swarm = self._host.get_network()
         self._topics = Topics(self._host)
+        self._relay = Relay(
+            self._host,
+            chain=lambda: self.certificate.chain_der,
+            verify=self._verify_peer,
+            limits=config.relay,
+        )
         self._links = Links(
             me=self.peer_id,
             swarm=self._swarm,
@@ -86,7 +97,18 @@ class Transport:
             services=self._services,
             liveness=config.liveness,
             renewed=self._renewed_peer,
+            relay=self._relay,
         )
+        self._reach = Reachability(
+            links=self._links,
+            quic=self._quic,
+            observed=self._observed,
+            own=self._own_endpoints,
+            promote=self._links.promote,
+        )
+        self._services.add(SEEN, self._reach.seen)
+        self._services.add(DIAL_BACK, self._reach.dial_back)
+        self._services.add(PUNCH, self._reach.punch)
         self._sightings: dict[PeerId, tuple[str, ...]] = {}
         self._contacts = Contacts(config.remember)
         self._keeper = Keeper(
@@ -137,6 +159,7 @@ class Transport:
             raise failure
 
     async def _find_peers(self, nursery: trio.Nursery) -> None:
+        nursery.start_soon(self._reach.run)
         await nursery.start(self._keeper.run)
         for address in self.config.peers:
             self._keeper.keep_address(address)
@@ -176,7 +199,21 @@ class Transport:
         return [str(address) for address in self._host.get_addrs()]
 
     def _advertised(self, listening: Sequence[Multiaddr]) -> list[Multiaddr]:
-        return [*listening, *(Multiaddr(text) for text in self.config.announce)]
+        own = [endpoint_of(address) for address in listening]
+        observed = [quic_address(*pair) for pair in self._observed.confirmed(own)]
+        return [*listening, *observed, *(Multiaddr(text) for text in self.config.announce)]
+
+    def _own_endpoints(self) -> list[tuple[str, int]]:
+        return [
+            endpoint_of(address)
+            for listener in self._swarm.listeners.values()
+            for address in listener.get_addrs()
+        ]
+
+    @property
+    def is_reachable(self) -> bool:
+        """A peer has dialled this node at an observed address with success: it can relay."""
+        return self._observed.is_reachable
 
     # -- admission ----------------------------------------------------------------------------
 
@@ -184,7 +221,8 @@ class Transport:
         return self._trust.verify_peer(chain, peer, time.time())
 
     def _is_admitted(self, connection: Any) -> bool:
-        return False
+        """A connection that is not QUIC: its certificate was checked before it got streams."""
+        return getattr(connection, "certificate", None) is not None
 
     def recheck(self, now: float) -> None:
         """Close links whose certificate does not count any more at ``now`` (epoch seconds).

@@ -215,7 +215,27 @@ class Endpoint:
         """Begin a connection; await its ``wait_open``. Raises DialError, ListenError."""
         if self._nursery is None:
             raise DialError("the transport is not running")
-        udp = self.socket_for(host)
+        return self._dial_from(self.socket_for(host), host, port, expected)
+
+    def dial_alone(self, host: str, port: int, expected: ID) -> tuple[MeshConnection, UdpSocket]:
+        """The same from a new socket, which the caller closes at the end."""
+        udp = UdpSocket("::" if ":" in host else "0.0.0.0", 0)
+        self._start(udp)
+        self._sockets.remove(udp)
+        try:
+            return self._dial_from(udp, host, port, expected), udp
+        except DialError:
+            udp.close()
+            raise
+
+    def send_byte(self, host: str, port: int) -> None:
+        """Send one meaningless byte from the shared socket, to make a NAT expect answers."""
+        try:
+            self.socket_for(host).send([(b"\0", (host, port))])
+        except (ListenError, ValueError) as error:
+            logger.debug("no byte to %s: %s", host, error)
+
+    def _dial_from(self, udp: UdpSocket, host: str, port: int, expected: ID) -> MeshConnection:
         try:
             found = socket.getaddrinfo(
                 host, port, udp.family, socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST
