@@ -23,8 +23,8 @@ from mesh.receipts import ModelIdentity
 _log = logging.getLogger(__name__)
 
 # The measurement is the shape of a small chat: enough tokens to be past the first ones' overhead.
-_PROBE_PROMPT = 128  # tokens
-_PROBE_OUTPUT = 17  # the first comes with the prompt; 16 steps are timed
+PROBE_PROMPT = 128  # tokens
+PROBE_STEPS = 16
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Holdings:
         self._on_load = on_load
         self._announced: dict[int, Holding] = {}
         self._replicas: dict[int, Replica] = {}
+        self._stages: dict[int, Callable[[], tuple[int, int]]] = {}
 
     @property
     def announced(self) -> tuple[Holding, ...]:
@@ -56,9 +57,11 @@ class Holdings:
 
     @property
     def loads(self) -> tuple[HoldingLoad, ...]:
-        return tuple(
-            HoldingLoad(id=number, active=load.active, waiting=load.waiting)
-            for number, load in ((n, r.engine.load()) for n, r in self._replicas.items())
+        replicas = [(n, replica.engine.load()) for n, replica in self._replicas.items()]
+        stages = [(n, load()) for n, load in self._stages.items()]
+        return (
+            *(HoldingLoad(id=n, active=load.active, waiting=load.waiting) for n, load in replicas),
+            *(HoldingLoad(id=n, active=active, waiting=waiting) for n, (active, waiting) in stages),
         )
 
     @property
@@ -73,16 +76,26 @@ class Holdings:
                 return replica
         return None
 
-    def expect(self, manifest: ModelManifest, *, device: str, slots: int, queue: int) -> int:
-        """Announce a replica that is about to be loaded; returns its number."""
+    def expect(
+        self,
+        manifest: ModelManifest,
+        *,
+        device: str,
+        slots: int,
+        queue: int,
+        layers: tuple[int, int] | None = None,
+    ) -> int:
+        """Announce what is about to be loaded, a replica or a stage of ``layers``; returns its
+        number."""
         number = len(self._announced)
+        first, last = layers or (0, manifest.layers)
         self._announced[number] = Holding(
             id=number,
             model=manifest.name,
             digest=manifest.digest,
-            kind="replica",
-            first=0,
-            last=manifest.layers,
+            kind="replica" if layers is None else "stage",
+            first=first,
+            last=last,
             layers=manifest.layers,
             context_length=manifest.context_length,
             device=device,
@@ -95,9 +108,7 @@ class Holdings:
 
     async def add(self, number: int, engine: LanguageEngine) -> None:
         """Take over an engine for the expected replica ``number``: measure it, announce it."""
-        speed = await measure(engine)
-        holding = self._announced[number].model_copy(update={"ready": True, **speed})
-        self._announced[number] = holding
+        holding = self._ready(number, await measure(engine), engine.context_length)
         self._replicas[number] = Replica(holding, engine)
 
         def load_changed(_: Load) -> None:
@@ -106,6 +117,27 @@ class Holdings:
         engine.on_load_change(load_changed)
         self._on_change()
         self._on_load()
+
+    def add_stage(
+        self,
+        number: int,
+        speed: dict[str, float],
+        context_length: int,
+        load: Callable[[], tuple[int, int]],
+    ) -> None:
+        """Announce that the expected stage ``number`` is ready; ``load`` tells how many sessions
+        are active and waiting."""
+        self._ready(number, speed, context_length)
+        self._stages[number] = load
+        self._on_change()
+        self._on_load()
+
+    def _ready(self, number: int, speed: dict[str, float], context_length: int) -> Holding:
+        holding = self._announced[number].model_copy(
+            update={"ready": True, "context_length": context_length, **speed}
+        )
+        self._announced[number] = holding
+        return holding
 
     async def aclose(self) -> None:
         """End all requests and unload everything."""
@@ -120,12 +152,12 @@ async def measure(engine: LanguageEngine) -> dict[str, float]:
     Raises GenerationError when the engine cannot generate at all.
     """
     manifest = engine.model
-    length = min(_PROBE_PROMPT, manifest.context_length // 2)
+    length = min(PROBE_PROMPT, manifest.context_length // 2)
     request = GenerateRequest(
         model=manifest.name,
         # Any tokens do: the time does not depend on which.
         prompt_tokens=tuple(1 + n % 32 for n in range(length)),
-        max_tokens=_PROBE_OUTPUT,
+        max_tokens=PROBE_STEPS + 1,  # the first comes with the prompt
         ignore_eos=True,
         sampling=SamplingParams(temperature=0.0),
     )

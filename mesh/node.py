@@ -7,10 +7,10 @@ import random
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import trio
 
@@ -31,11 +31,12 @@ from mesh.api import (
     serve,
 )
 from mesh.api.control import create_control_app
-from mesh.config import NodeConfig
+from mesh.config import NodeConfig, StageRange
 from mesh.forward.answer import Surroundings, answer
 from mesh.forward.events import AnswerEvent
 from mesh.forward.execution import Run, WholeModel
 from mesh.forward.serving import ForwardServer
+from mesh.forward.wire import Assignment
 from mesh.gossip.service import GossipService
 from mesh.gossip.view import View
 from mesh.holdings import Holdings
@@ -48,8 +49,11 @@ from mesh.identity import (
     TrustStore,
     load_identity,
 )
-from mesh.routing import InFlight, Local, RequestFacts, Route, choose
+from mesh.routing import InFlight, RequestFacts, Route, choose
 from mesh.transport import DialError, Link, ListenError, Transport, TransportConfig
+
+if TYPE_CHECKING:
+    from mesh.chains import Chains
 
 _log = logging.getLogger(__name__)
 
@@ -96,11 +100,14 @@ class Node:
         identity: Identity,
         trust: TrustStore,
         models: Sequence[ModelManifest],
+        stages: Sequence[tuple[ModelManifest, StageRange]] = (),
     ) -> None:
         self._config = config
         self._identity = identity
         self._trust = trust
         self._models = models
+        self._stages = stages
+        self._chains: Chains | None = None
         self._rng = random.Random()
         self._in_flight = InFlight()
         self._holdings = Holdings(on_change=self._announce, on_load=self._report)
@@ -120,7 +127,7 @@ class Node:
 
         Raises StartError, with everything that had been started closed again.
         """
-        if self._models and Role.SERVE not in self._identity.certificate.roles:
+        if (self._models or self._stages) and Role.SERVE not in self._identity.certificate.roles:
             raise StartError(
                 "certificate", "the certificate lacks the role serve: no model can be served"
             )
@@ -159,7 +166,7 @@ class Node:
             rng=self._rng,
             on_boot=partial(remember_boot, config.home),
         )
-        self._forward = ForwardServer(self._identity, self._find)
+        self._forward = ForwardServer(self._identity, self._run)
         token = secrets.token_urlsafe(24)
         api = create_app(self, api_key=config.api_key, closing=self._closing)
         # The control endpoint is behind a token of its own, so its copy of the API has no key.
@@ -167,7 +174,7 @@ class Node:
         async with self._forward.serving(self._transport), trio.open_nursery() as nursery:
             await nursery.start(self._gossip.run)
             nursery.start_soon(self._recheck)
-            await self._load_models()
+            await self._load(nursery)
             serving = partial(serve, stop=self._stop, closing=self._closing)
             async with trio.open_nursery() as endpoints:
                 urls = await endpoints.start(serving, api, listeners)
@@ -184,20 +191,57 @@ class Node:
             nursery.cancel_scope.cancel()
         await self._holdings.aclose()
 
-    async def _load_models(self) -> None:
+    async def _load(self, nursery: trio.Nursery) -> None:
         """Load what this node is to serve. Raises GenerationError."""
-        from mesh.loading import device_facts, open_engine  # a node without models needs no runtime
-
-        device = self._config.device
-        if not self._models:
+        if not (self._models or self._stages):
             return
-        self._gossip.announce(devices=device_facts())
+        from mesh import loading  # brings the runtime, which a node that only asks does without
+
+        config = self._config
+        expect = partial(
+            self._holdings.expect, device=config.device, slots=config.slots, queue=config.queue
+        )
+        self._gossip.announce(devices=loading.device_facts())
         for manifest in self._models:
-            number = self._holdings.expect(
-                manifest, device=device, slots=self._config.slots, queue=self._config.queue
-            )
-            engine = await open_engine(manifest, self._config)
-            await self._holdings.add(number, engine)
+            number = expect(manifest)
+            await self._holdings.add(number, await loading.open_engine(manifest, config))
+        if self._stages:
+            await nursery.start(self._serve_stages, expect)
+
+    async def _serve_stages(
+        self,
+        expect: Callable[..., int],
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        from mesh import loading
+        from mesh.chains import Chains, StagedModel
+        from mesh.relay.links import TransportLinks
+        from mesh.relay.service import Relay
+        from mesh.relay.serving import serve_relay
+
+        relay = Relay(TransportLinks(self._transport, self._addresses))
+        self._chains = Chains(
+            relay,
+            self._identity,
+            view=lambda: self._gossip.view,
+            slots=self._config.slots,
+            queue=self._config.queue,
+            on_load=self._report,
+        )
+        async with trio.open_nursery() as nursery, AsyncExitStack() as stack:
+            await nursery.start(serve_relay, relay, self._transport)
+            for manifest, wanted in self._stages:
+                layers = wanted.first, wanted.last
+                number = expect(manifest, layers=layers)
+                self._chains.add_model(
+                    StagedModel(manifest, await loading.open_tokenizer(manifest))
+                )
+                stage, speed = await loading.open_stage(manifest, layers, self._config)
+                await stack.enter_async_context(relay.stage(stage, manifest.digest))
+                load = partial(self._chains.load, manifest.digest, *layers)
+                self._holdings.add_stage(number, speed, stage.context_length, load)
+            task_status.started()
+            await trio.sleep_forever()
 
     async def _recheck(self) -> None:
         """Certificates end while connections live."""
@@ -213,19 +257,18 @@ class Node:
     def _report(self) -> None:
         self._gossip.report(self._holdings.loads)
 
-    def _find(self, request: GenerateRequest) -> Run:
-        """What runs a peer's request here. Raises GenerationError."""
-        replica = self._holdings.replica(request.model)
+    def _run(self, request: GenerateRequest, assignment: Assignment) -> Run:
+        """What runs a request on this node, its own or a peer's. Raises GenerationError."""
+        if assignment.chain:
+            if self._chains is None:
+                raise GenerationError("node_lost", "no stage is loaded here")
+            return self._chains.run(request.model, assignment.model_digest, assignment.chain)
+        replica = self._holdings.replica(request.model, assignment.model_digest)
         if replica is None:
             raise GenerationError(
                 "model_not_found", f"{request.model!r} is not served here", param="model"
             )
         return WholeModel(replica.engine, replica.identity, self._identity)
-
-    def _run_here(self, request: GenerateRequest, route: Route) -> Run:
-        if not isinstance(route, Local):
-            raise GenerationError("node_lost", "no chain starts at this node")
-        return self._find(request)
 
     def _choose_route(self, facts: RequestFacts) -> Route:
         return choose(self._gossip.view, facts, rng=self._rng, in_flight=self._in_flight)
@@ -238,8 +281,11 @@ class Node:
         link = self._transport.link(peer)
         if link is not None:
             return link
+        return await self._transport.link_to(peer, self._addresses(peer))
+
+    def _addresses(self, peer: PeerId) -> Sequence[str]:
         node = self._gossip.view.nodes.get(peer)
-        return await self._transport.link_to(peer, node.advert.addresses if node else ())
+        return node.advert.addresses if node is not None else ()
 
     # -- the HTTP port ----------------------------------------------------------------------------
 
@@ -250,7 +296,7 @@ class Node:
             identity=self._identity,
             trust=self._trust,
             choose_route=self._choose_route,
-            run_here=self._run_here,
+            run_here=self._run,
             reach=self._reach,
             track=self._track,
             clock=time.time,

@@ -42,6 +42,11 @@ class LanguageEngine(Generator, Protocol):
         """The OpenVINO device that computes, ``CPU`` or ``GPU.1`` for instance."""
         ...
 
+    @property
+    def context_length(self) -> int:
+        """Tokens of prompt and output that fit: the model's context, or less if memory is short."""
+        ...
+
     def load(self) -> Load:
         """The load at this moment; cheap, callable from any task of the trio thread."""
         ...

@@ -29,22 +29,30 @@ def start(config: NodeConfig, _: argparse.Namespace) -> int:
     _set_up_logging(config.log)
     try:
         identity, trust = load_credentials(config, time.time())
-        node = Node(config, identity, trust, _fetch_models(config))
+        models = _fetch_models(config)
+        node = Node(
+            config,
+            identity,
+            trust,
+            [models[name] for name in config.model],
+            [(models[stage.model], stage) for stage in config.stage],
+        )
         trio.run(_run, node, restrict_keyboard_interrupt_to_checkpoints=True)
     except StartError as error:
         raise CommandError(_EXITS[error.problem], str(error)) from error
     return Exit.OK
 
 
-def _fetch_models(config: NodeConfig) -> list[ModelManifest]:
-    """The models to serve, fetched where they are missing."""
-    if not config.model:
-        return []
+def _fetch_models(config: NodeConfig) -> dict[str, ModelManifest]:
+    """The models to serve, whole or in part, fetched where they are missing."""
+    names = dict.fromkeys((*config.model, *(stage.model for stage in config.stage)))
+    if not names:
+        return {}
     from mesh.cli.model import pull_with_progress
 
     store = ModelStore(config.models)
     try:
-        return [pull_with_progress(store, name) for name in config.model]
+        return {name: pull_with_progress(store, name) for name in names}
     except StoreError as error:
         raise StartError("model", str(error)) from error
 

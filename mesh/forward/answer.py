@@ -22,7 +22,7 @@ from mesh.forward.execution import Execution, Run
 from mesh.forward.recovery import Continuation, Recovery, SignedCut, Worker
 from mesh.forward.remote import RemoteGenerator
 from mesh.forward.resuming import PATIENCE, Patience, ResumingGenerator
-from mesh.forward.wire import Assignment
+from mesh.forward.wire import Assignment, ChainHop
 from mesh.identity import Identity, PeerId, TrustStore
 from mesh.receipts import (
     Bundle,
@@ -36,7 +36,7 @@ from mesh.receipts import (
     verify,
 )
 from mesh.receipts.record import NONCE_BYTES, serial_text
-from mesh.routing.route import RequestFacts, Route
+from mesh.routing.route import Chain, RequestFacts, Route
 from mesh.transport import Link, TransportError
 
 _log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Surroundings:
     identity: Identity
     trust: TrustStore
     choose_route: Callable[[RequestFacts], Route]
-    run_here: Callable[[GenerateRequest, Route], Run]
+    run_here: Callable[[GenerateRequest, Assignment], Run]
     reach: Callable[[PeerId], Awaitable[Link]]
     track: Callable[[Route], Callable[[], None]]
     clock: Callable[[], float]
@@ -128,6 +128,13 @@ def _texts(content: object) -> list[str]:
     return [text for text in texts if isinstance(text, str)]
 
 
+def chain_of(route: Route) -> tuple[ChainHop, ...]:
+    """The stages of a route that is a chain; empty for a whole model."""
+    if not isinstance(route, Chain):
+        return ()
+    return tuple(ChainHop(peer=hop.peer, first=hop.first, last=hop.last) for hop in route.hops)
+
+
 class _Response:
     """One response: what stays the same over all attempts at it."""
 
@@ -162,6 +169,7 @@ class _Response:
                 resume=request.resume,
                 text=continuation.text,
                 earlier=continuation.segments,
+                chain=chain_of(route),
             )
         except ValidationError as error:
             raise GenerationError(
@@ -288,7 +296,7 @@ class _Attempt:
         around = self._around
         if self.node == around.identity.peer_id:
             return Execution(
-                around.run_here(request, self._route),
+                around.run_here(request, self._assignment),
                 self._assignment,
                 entry=around.identity.peer_id,
                 identity=around.identity,

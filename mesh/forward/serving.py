@@ -23,6 +23,7 @@ from mesh.forward.liveness import BEAT_SECONDS
 from mesh.forward.wire import (
     BEAT,
     KIND,
+    Assignment,
     WireError,
     read_call,
     write_cut,
@@ -53,7 +54,7 @@ class ForwardServer:
     def __init__(
         self,
         identity: Identity,
-        find: Callable[[GenerateRequest], Run],
+        find: Callable[[GenerateRequest, Assignment], Run],
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -142,7 +143,7 @@ class ForwardServer:
             raise RemoteError("node_lost", "the node is leaving")
         try:
             wanted, assignment = read_call(request.message.body, request.message.payload)
-            run = self._find(wanted)
+            run = self._find(wanted, assignment)
         except WireError as error:
             raise RemoteError("malformed", str(error)[:1000]) from error
         except GenerationError as error:

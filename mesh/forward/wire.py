@@ -38,6 +38,7 @@ MAX_REQUEST_BYTES = 32 << 20
 # What a call can carry to resume from; a response that is longer is not carried on.
 MAX_RESUMED_TOKENS = 1 << 19
 MAX_RESUMED_TEXT = 1 << 20  # characters
+MAX_HOPS = 64
 BEAT: Final = [0]
 
 _TOKEN, _LAST, _CUT = 1, 2, 3
@@ -55,6 +56,14 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
+class ChainHop(_Frozen):
+    """A stage of the chain to use: layers ``[first, last)`` at ``peer``."""
+
+    peer: str = Field(min_length=1, max_length=128)
+    first: int = Field(ge=0, lt=1 << 12)
+    last: int = Field(ge=1, le=1 << 12)
+
+
 class Assignment(_Frozen):
     """What the entry node tells the node that is to make (the rest of) a response.
 
@@ -69,6 +78,8 @@ class Assignment(_Frozen):
     resume: Annotated[tuple[TokenId, ...], _Listed] = Field((), max_length=MAX_RESUMED_TOKENS)
     text: str = Field("", max_length=MAX_RESUMED_TEXT)
     earlier: Annotated[tuple[Segment, ...], _Listed] = Field((), max_length=MAX_SEGMENTS - 1)
+    # The chain to run it on, beginning with the node that is asked; empty: on a whole model.
+    chain: Annotated[tuple[ChainHop, ...], _Listed] = Field((), max_length=MAX_HOPS)
 
     def check(self) -> None:
         """Raise :class:`WireError` unless ``earlier`` covers ``resume``."""

@@ -36,7 +36,7 @@ async def main(name: str, folder: Path, seconds_per_token: float) -> None:
     authority = load(TESTS / "conftest.py", "authority").TestAuthority(now=time.time())
     identity = authority.identity(name)
     engine = nodes.CountingEngine(seconds_per_token)
-    server = ForwardServer(identity, lambda request: WholeModel(engine, nodes.MODEL, identity))
+    server = ForwardServer(identity, lambda request, _: WholeModel(engine, nodes.MODEL, identity))
     trust = TrustStore(authority.network, [authority.root], folder)
     config = TransportConfig(listen=("/ip4/127.0.0.1/udp/0/quic-v1",))
     async with Transport.open(config, identity, trust) as transport, server.serving(transport):

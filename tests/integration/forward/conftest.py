@@ -188,7 +188,7 @@ def start(authority: Any, tmp_path: Path) -> Callable[..., Any]:
         trust = TrustStore(authority.network, [authority.root], tmp_path / name)
         config = TransportConfig(listen=("/ip4/127.0.0.1/udp/0/quic-v1",))
         async with Transport.open(config, identity, trust) as transport:
-            server = ForwardServer(identity, lambda request: node.run(request))
+            server = ForwardServer(identity, lambda request, _: node.run(request))
             node = Node(identity, trust, transport, engine or CountingEngine(), model, server)
             async with server.serving(transport):
                 yield node
