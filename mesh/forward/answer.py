@@ -290,7 +290,7 @@ class _Attempt:
             _log.warning("the receipt of %s does not hold: %s", self.node, error)
             return None
         receipt = verified.receipt
-        return SignedCut(signed, receipt.segments[-1], receipt.tokens, receipt.text_bytes)
+        return SignedCut(signed, receipt.segments[-1], receipt.text_bytes)
 
     async def _ready(self, request: GenerateRequest) -> Execution | RemoteGenerator:
         around = self._around

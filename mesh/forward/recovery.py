@@ -64,8 +64,7 @@ class SignedCut:
 
     receipt: SignedReceipt
     segment: Segment
-    tokens: int
-    text_bytes: int
+    text_bytes: int  # of all text so far
 
 
 @dataclass
@@ -226,7 +225,6 @@ class Recovery:
             signed is not None
             and signed.segment.tokens == made
             and signed.segment.node == worker.node
-            and signed.tokens == made[1]
             and signed.text_bytes == len("".join(self._texts).encode())
         ):
             segment = signed.segment.model_copy(

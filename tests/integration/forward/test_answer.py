@@ -135,9 +135,15 @@ def test_roles_are_enforced(run: Any, start: Any) -> None:
     async def main(stack: AsyncExitStack) -> None:
         server = await stack.enter_async_context(start("server", roles=[Role.SERVE]))
         user = await stack.enter_async_context(start("user", roles=[Role.USE]))
-        server.routes = [user]
-        with pytest.raises(GenerationError, match="does not allow"):
-            await collect(answer(REQUEST, "r", server.around))
+        both = await stack.enter_async_context(start("both"))
+        for asks, serves, message in (
+            (server, both, "does not allow to send work"),
+            (both, user, "does not allow it to serve"),
+        ):
+            asks.routes = [serves]
+            with pytest.raises(GenerationError, match=message):
+                await collect(answer(REQUEST, "r", asks.around))
+            assert serves.engine.made == 0
         user.routes = [server]
         assert len(await collect(answer(REQUEST, "r", user.around))) == 42
 
@@ -211,6 +217,32 @@ def test_a_node_that_sends_nonsense_is_an_error(run: Any, start: Any, frame: Any
         with pytest.raises(GenerationError) as caught:
             await collect(answer(REQUEST, "r", entry.around))
         assert caught.value.code == "engine_failed"
+
+    run(main)
+
+
+def test_an_old_receipt_does_not_do_for_a_new_answer(run: Any, start: Any) -> None:
+    """The same request, the same node, the same text: only the nonce tells them apart."""
+
+    async def main(stack: AsyncExitStack) -> None:
+        entry = await stack.enter_async_context(start("entry"))
+        lazy = await stack.enter_async_context(start("lazy"))
+        honest = lazy.server.handle
+        receipts: list[Any] = []
+
+        async def replay(request: Any) -> AsyncGenerator[Message, None]:
+            async with aclosing(honest(request)) as messages:
+                async for message in messages:
+                    if message.payload:
+                        receipts.append(message.payload)
+                        message = Message(message.body, receipts[0])
+                    yield message
+
+        lazy.transport._services.streams["generate"] = replay
+        entry.routes = [lazy]
+        await collect(answer(REQUEST, "r1", entry.around))
+        with pytest.raises(GenerationError, match="nonce"):
+            await collect(answer(REQUEST, "r2", entry.around))
 
     run(main)
 

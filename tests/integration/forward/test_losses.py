@@ -105,6 +105,8 @@ def test_the_answer_is_the_one_of_an_unbroken_run(
                 (second.peer, (20, len(events[-1].token_ids)), "signer"),
             ]
             assert verified.segments[0].parts[0].serial is not None
+            # Once tokens are out, only the weights that made them can carry on.
+            assert [facts.digest for facts in entry.asked[-2:]] == [None, one.model.digest]
         assert entry.under_way == 0
 
     run(main)

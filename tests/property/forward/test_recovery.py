@@ -66,7 +66,6 @@ def signed_cut(who: Worker, recovery: Recovery, first: int) -> SignedCut:
     return SignedCut(
         SignedReceipt(f"{who.node} {tokens}".encode(), bytes(64), (b"c",)),
         Segment(node=who.node, tokens=tokens, evidence="signer", parts=(part,)),
-        tokens[1],
         len(recovery.text.encode()),
     )
 

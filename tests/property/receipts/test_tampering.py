@@ -73,14 +73,14 @@ def holds(authority: Any, data: bytes, tokens: tuple[int, ...], text: str) -> bo
     return True
 
 
-@given(st.data())
-def test_no_bit_can_be_turned(authority: Any, bundle: bytes, data: st.DataObject) -> None:
-    """Of the record, its signature, the certificate, or what holds them together."""
+@pytest.mark.filterwarnings("ignore:Parsed a serial number")
+def test_no_bit_can_be_turned(authority: Any, bundle: bytes) -> None:
+    """Each single one: of the record, its signature, the certificate, or what holds them."""
     assert holds(authority, bundle, TOKENS, TEXT)
-    bit = data.draw(st.integers(0, len(bundle) * 8 - 1))
-    turned = bytearray(bundle)
-    turned[bit // 8] ^= 1 << bit % 8
-    assert not holds(authority, bytes(turned), TOKENS, TEXT)
+    for bit in range(len(bundle) * 8):
+        turned = bytearray(bundle)
+        turned[bit // 8] ^= 1 << bit % 8
+        assert not holds(authority, bytes(turned), TOKENS, TEXT), bit
 
 
 @given(st.data())

@@ -34,7 +34,7 @@ def signed(who: Worker, tokens: tuple[int, int], text: str) -> SignedCut:
     part = who.parts[0].model_copy(update={"serial": "0" * 40, "tokens": tokens})
     segment = Segment(node=who.node, tokens=tokens, evidence="signer", parts=(part,))
     receipt = SignedReceipt(b"receipt of " + who.node.encode(), bytes(64), (b"c",))
-    return SignedCut(receipt, segment, tokens[1], len(text.encode()))
+    return SignedCut(receipt, segment, len(text.encode()))
 
 
 def recovery(**request: object) -> Recovery:

@@ -13,8 +13,10 @@ from mesh.receipts import (
     Counts,
     Expected,
     ModelIdentity,
+    Part,
     Receipt,
     ReceiptError,
+    Segment,
     SignedReceipt,
     Timings,
     VerifiedReceipt,
@@ -22,6 +24,7 @@ from mesh.receipts import (
     verify,
 )
 from mesh.receipts.encoding import encode
+from mesh.receipts.record import serial_text
 
 DAY = 86400.0
 
@@ -326,6 +329,81 @@ def test_an_earlier_receipt_of_another_response_does_not_fit(
     claimed = story.receipt.segments[0].model_copy(update={"receipt": first.digest})
     whole = story.receipt.model_copy(update={"segments": (claimed, *story.receipt.segments[1:])})
     assert failure(authority, Bundle((first, sign(whole, three)))) == "earlier"
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"tokens": (0, 5)},
+        {"node": "12D3KooW" + "1" * 44},
+        {"parts": ()},
+    ],
+    ids=["other tokens", "another node", "other parts"],
+)
+def test_the_signer_cannot_say_otherwise_about_an_earlier_segment(
+    authority: Any, tell: Callable[..., Any], lie: dict[str, Any]
+) -> None:
+    """The last node claims something of the first one's segment that the first did not sign."""
+    story = tell("three")
+    first, second, third = story.receipt.segments
+    if "tokens" in lie:
+        second = second.model_copy(
+            update={
+                "tokens": (5, 7),
+                "parts": (second.parts[0].model_copy(update={"tokens": (5, 7)}),),
+            }
+        )
+        parts = (first.parts[0].model_copy(update={"tokens": (0, 5)}),)
+        first = first.model_copy(update={"tokens": (0, 5), "parts": parts})
+    elif "node" in lie:
+        parts = (first.parts[0].model_copy(update={"peer": lie["node"]}),)
+        first = first.model_copy(update={"node": lie["node"], "parts": parts})
+    else:
+        halves = [first.parts[0].model_copy(update={"stage": s}) for s in ((0, 9), (9, 30))]
+        first = first.model_copy(update={"parts": tuple(halves)})
+    whole = story.receipt.model_copy(update={"segments": (first, second, third)})
+    bundle = Bundle((story.bundle.earlier[0], sign(whole, story.signers[1])))
+    assert failure(authority, bundle) == "earlier"
+
+
+def test_what_came_before_an_earlier_segment_must_be_the_same_story(
+    authority: Any, tell: Callable[..., Any]
+) -> None:
+    """desk-1 is lost, desk-2 hands over; the last node leaves desk-1 out and names desk-5."""
+    story = tell("three")
+    one, two, three, five = (authority.identity(f"desk-{i}") for i in (1, 2, 3, 5))
+    base = story.receipt
+    other = authority.identity("desk-4")
+
+    def lost(who: Any) -> Segment:
+        return part_of(who, (0, 4), "lost")
+
+    def part_of(who: Any, tokens: tuple[int, int], evidence: Any, receipt: Any = None) -> Segment:
+        part = Part(
+            peer=who.peer_id,
+            serial=serial_text(who.certificate.serial),
+            stage=(0, 30),
+            tokens=tokens,
+        )
+        return Segment(
+            node=who.peer_id, tokens=tokens, evidence=evidence, parts=(part,), receipt=receipt
+        )
+
+    handed_over = base.model_copy(
+        update={"segments": (lost(one), part_of(two, (4, 7), "signer")), "finish": None}
+    )
+    middle = sign(handed_over, two)
+    for first, code in ((one, None), (five, "earlier"), (other, "earlier")):
+        segments = (
+            lost(first),
+            part_of(two, (4, 7), "receipt", middle.digest),
+            part_of(three, (7, 10), "signer"),
+        )
+        bundle = Bundle((middle, sign(base.model_copy(update={"segments": segments}), three)))
+        if code is None:
+            check(authority, bundle)
+        else:
+            assert failure(authority, bundle) == code
 
 
 def test_added_certificates_do_not_go_unnoticed(authority: Any, tell: Callable[..., Any]) -> None:
