@@ -61,8 +61,8 @@ def _print_receipt(verified: VerifiedReceipt) -> None:
     print(f"  model {receipt.model.name} (digest {receipt.model.digest[:16]}), {receipt.finish}")
     for segment in verified.segments:
         first, last = segment.tokens
+        print(f"  tokens {first}-{last} by {segment.name or segment.node} ({segment.evidence})")
         for part in segment.parts:
-            layers = f"layers {part.stage[0]}-{part.stage[1]}"
-            print(f"  tokens {first}-{last}, {layers}: {part.peer} ({segment.evidence})")
+            print(f"    layers {part.stage[0]}-{part.stage[1]}: {part.peer}")
     if verified.expired:
         print("  the signer's certificate has expired since then; it was valid when it signed")

@@ -1,0 +1,132 @@
+"""One model over three nodes, asked at a fourth that holds none of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import trio
+
+from inference.engines.stage_text import StageTextEngine
+from inference.generation import GenerateRequest, SamplingParams
+from inference.store.manifest import ModelManifest
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = (
+    "The capital of France is",
+    "Once upon a time there was a little robot who",
+    "Explain how a rainbow forms.",
+    "def fibonacci(n):",
+    "In 1969, humans first",
+    "A recipe for pancakes:",
+)
+RANGES = ("0-7", "7-19", "19-30")  # unequal, and 30 is not a multiple of any
+
+
+@pytest.fixture(scope="module")
+def entry(network: Any, demo_model: ModelManifest) -> Iterator[Any]:
+    network.environment["MESHNODE_MODELS"] = str(demo_model.path.parent)
+    first: tuple[Any, ...] = ()
+    for number, layers in enumerate(RANGES):
+        node = network.start(
+            f"stage-{number}", "--stage", f"{demo_model.name}:{layers}", peers=first
+        )
+        first = first or (node,)
+    entry = network.start("entry", peers=first)
+    done = entry.cli("wait", "--peers", "3", "--model", demo_model.name, "--timeout", "30")
+    assert done.returncode == 0, done.stderr
+    yield entry
+
+
+def uncut(model: ModelManifest, requests: list[GenerateRequest]) -> list[str]:
+    """What the whole model in this process answers, one request after the other."""
+
+    async def one(engine: StageTextEngine, request: GenerateRequest) -> str:
+        async with aclosing(engine.generate(request)) as events:
+            return "".join([event.text async for event in events])
+
+    async def main() -> list[str]:
+        engine = await StageTextEngine.open(model)
+        try:
+            return [await one(engine, request) for request in requests]
+        finally:
+            await engine.aclose()
+
+    return trio.run(main)
+
+
+def test_the_chain_says_what_the_uncut_model_says(entry: Any, demo_model: ModelManifest) -> None:
+    sampled = SamplingParams(temperature=0.8, top_p=0.95, seed=11)
+    requests = [
+        GenerateRequest(model=demo_model.name, prompt=prompt, max_tokens=32, sampling=sampling)
+        for prompt in PROMPTS
+        for sampling in (SamplingParams(temperature=0.0), sampled)
+    ]
+
+    def ask(request: GenerateRequest) -> str:
+        sampling = request.sampling
+        response = httpx2.post(
+            f"{entry.api}/v1/completions",
+            json={"model": request.model, "prompt": request.prompt, "max_tokens": 32,
+                  "temperature": sampling.temperature, "top_p": sampling.top_p,
+                  "seed": sampling.seed},
+            timeout=240,
+        )  # fmt: skip
+        assert response.status_code == 200, response.text
+        return str(response.json()["choices"][0]["text"])
+
+    # All at once: they share the chain's batches, and finish at different times.
+    with ThreadPoolExecutor(len(requests)) as pool:
+        answers = list(pool.map(ask, requests))
+    assert answers == uncut(demo_model, requests)
+
+
+def test_the_openai_client_streams_from_a_node_without_a_stage(
+    entry: Any, demo_model: ModelManifest
+) -> None:
+    client = openai.OpenAI(base_url=f"{entry.api}/v1", api_key="unused", max_retries=0)
+    stream = client.chat.completions.create(
+        model=demo_model.name,
+        messages=[{"role": "user", "content": "Name three fruits."}],
+        max_tokens=24,
+        temperature=0,
+        stream=True,
+    )
+    pieces = [c.choices[0].delta.content for c in stream if c.choices]
+    assert sum(bool(piece) for piece in pieces) > 5
+
+
+def test_the_receipt_names_every_stage(
+    network: Any, entry: Any, demo_model: ModelManifest, tmp_path: Path
+) -> None:
+    saved = tmp_path / "response.sse"
+    done = entry.cli("chat", "Say hello.", "--max-tokens", "12", "--save", str(saved))
+    assert done.returncode == 0, done.stderr
+    verified = network.run("meshnode", "verify", saved, "--ca", network.ca_pem)
+    assert verified.returncode == 0, verified.stderr
+    for number, layers in enumerate(RANGES):
+        assert f"layers {layers}: {network.nodes[f'stage-{number}'].peer}" in verified.stdout
+
+
+def test_stages_are_listed_and_make_one_chain(entry: Any, demo_model: ModelManifest) -> None:
+    (listed,) = json.loads(entry.cli("models", "--json").stdout)
+    assert (listed["replicas"], listed["chains"], listed["ready"]) == (0, 1, "yes")
+
+
+def test_without_one_of_its_stages_there_is_no_model(
+    network: Any, entry: Any, demo_model: ModelManifest
+) -> None:
+    network.nodes["stage-1"].stop()
+    response = httpx2.post(
+        f"{entry.api}/v1/completions", json={"model": demo_model.name, "prompt": "x"}, timeout=60
+    )
+    assert response.status_code in (404, 503), response.text
+    assert response.json()["error"]["message"]
