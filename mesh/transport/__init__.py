@@ -13,6 +13,7 @@ from mesh.transport.errors import (
 )
 from mesh.transport.lanes import Lane
 from mesh.transport.link import Link
+from mesh.transport.linkbench import LinkFigures, RoundTrips, measure_link
 from mesh.transport.links import LinkDown, LinkMoved, LinkUp
 from mesh.transport.liveness import LivenessPolicy
 from mesh.transport.messages import Message, Request
@@ -26,6 +27,7 @@ __all__ = [
     "Link",
     "LinkClosed",
     "LinkDown",
+    "LinkFigures",
     "LinkMoved",
     "LinkUp",
     "ListenError",
@@ -34,8 +36,10 @@ __all__ = [
     "NotAdmitted",
     "RemoteError",
     "Request",
+    "RoundTrips",
     "Transport",
     "TransportConfig",
     "TransportError",
     "Tuning",
+    "measure_link",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -21,16 +21,19 @@ from multiaddr import Multiaddr
 from ca.certificate import Certificate, CertificateError
 from mesh.identity import Identity, PeerId, TrustStore
 from mesh.transport.contacts import Contacts
-from mesh.transport.errors import NotAdmitted
+from mesh.transport.errors import DialError, NotAdmitted
 from mesh.transport.frames import FrameKind, encode_body
 from mesh.transport.host import build_host, key_pair_of
+from mesh.transport.kademlia import Lookup
 from mesh.transport.keeper import MAX_KEPT, Keeper
 from mesh.transport.link import Link
+from mesh.transport.linkbench import ECHO, SINK, SOURCE, BenchServices
 from mesh.transport.links import LinkEvent, Links
 from mesh.transport.liveness import LivenessPolicy
 from mesh.transport.mdns import LocalDiscovery
 from mesh.transport.observe import ObservedAddresses
 from mesh.transport.opening import LINK_PROTOCOL, Door
+from mesh.transport.portmap import PortMapping
 from mesh.transport.quic.connection import MeshConnection
 from mesh.transport.quic.core import Tuning
 from mesh.transport.quic.listen import MeshQuicTransport, endpoint_of, quic_address
@@ -56,6 +59,8 @@ class TransportConfig:
     peers: tuple[str, ...] = ()  # full addresses of peers to keep links to
     keep_links: bool = True  # dial again peers whose link was lost
     remember: Path | None = None  # file of peers seen before; None: do not remember
+    kademlia: bool = False  # look up peers whose addresses nobody told, for larger meshes
+    upnp: bool = False  # ask the router for a port
     mdns: bool = False  # announce and look for nodes of the network on the local network
     mdns_interfaces: tuple[str, ...] = ()  # addresses of the interfaces for that; empty: all
 
@@ -70,6 +75,7 @@ class Transport:
         self._trust = trust
         self._services = Services()
         self._observed = ObservedAddresses()
+        self._mapped: list[Multiaddr] = []  # by the router, for this node
         keys = key_pair_of(identity.key)
         self._quic = MeshQuicTransport(
             keys.private_key,
@@ -106,6 +112,10 @@ class Transport:
             own=self._own_endpoints,
             promote=self._links.promote,
         )
+        bench = BenchServices()
+        self._services.add(ECHO, bench.echo)
+        self._services.add(SINK, bench.sink)
+        self._services.add_stream(SOURCE, bench.source)
         self._services.add(SEEN, self._reach.seen)
         self._services.add(DIAL_BACK, self._reach.dial_back)
         self._services.add(PUNCH, self._reach.punch)
@@ -118,6 +128,7 @@ class Transport:
             keep_all=config.keep_links,
             rng=Random(),
         )
+        self._lookup = Lookup(self._host, self._links) if config.kademlia else None
         self._door = Door(self._links.offered)
         self._host.set_stream_handler(LINK_PROTOCOL, self._door.lane_opened)
 
@@ -139,7 +150,11 @@ class Transport:
                 await nursery.start(transport._quic.endpoint.run)
                 transport._quic.endpoint.on_accept = transport._links.accepted
                 try:
-                    async with transport._host.run([]), transport._topics.running():
+                    async with (
+                        transport._host.run([]),
+                        transport._topics.running(),
+                        transport._lookup.running() if transport._lookup else nullcontext(),
+                    ):
                         transport._links.nursery = nursery
                         try:
                             await transport._listen()
@@ -160,6 +175,9 @@ class Transport:
 
     async def _find_peers(self, nursery: trio.Nursery) -> None:
         nursery.start_soon(self._reach.run)
+        if self.config.upnp and (own := self._own_endpoints()):
+            mapping = PortMapping(own[0][1], self._port_mapped)
+            nursery.start_soon(mapping.run)
         await nursery.start(self._keeper.run)
         for address in self.config.peers:
             self._keeper.keep_address(address)
@@ -201,7 +219,11 @@ class Transport:
     def _advertised(self, listening: Sequence[Multiaddr]) -> list[Multiaddr]:
         own = [endpoint_of(address) for address in listening]
         observed = [quic_address(*pair) for pair in self._observed.confirmed(own)]
-        return [*listening, *observed, *(Multiaddr(text) for text in self.config.announce)]
+        announced = [Multiaddr(text) for text in self.config.announce]
+        return list(dict.fromkeys([*listening, *observed, *self._mapped, *announced]))
+
+    def _port_mapped(self, host: str, port: int) -> None:
+        self._mapped = [quic_address(host, port)]
 
     def _own_endpoints(self) -> list[tuple[str, int]]:
         return [
@@ -286,7 +308,15 @@ class Transport:
 
         Raises as :meth:`connect` does.
         """
-        return await self._links.link_to(peer, addresses, timeout=timeout)
+        try:
+            return await self._links.link_to(peer, addresses, timeout=timeout)
+        except DialError:
+            if self._lookup is None:
+                raise
+            found = await self._lookup.find(peer)
+            if not set(found) - set(addresses):
+                raise
+            return await self._links.link_to(peer, found, timeout=timeout)
 
     def keep(self, peer: PeerId, addresses: Sequence[str]) -> None:
         """Keep a link to ``peer``: dial until it is up, and again when it is lost."""

@@ -30,7 +30,7 @@ from aioquic.quic.packet import QuicFrameType, QuicPacketType
 from aioquic.quic.packet_builder import QuicDeliveryState, QuicPacketBuilder, QuicPacketBuilderStop
 from aioquic.quic.stream import QuicStream
 
-from mesh.transport.quic.congestion import LossMeter, replace_controller
+from mesh.transport.quic.congestion import LossMeter, LossyControl, replace_controller
 from mesh.transport.quic.mtu import PathMtu
 
 Buffer = bytes | bytearray | memoryview
@@ -358,6 +358,21 @@ class MeshQuic(QuicConnection):
             controller.congestion_window = max(controller.congestion_window, first)
 
     # -- congestion ---------------------------------------------------------------------------
+
+    @property
+    def packets(self) -> tuple[int, int]:
+        """Packets sent and found lost since the connection began."""
+        return self._packet_number, self._loss._cc.packets_lost
+
+    @property
+    def datagram_size(self) -> int:
+        """Bytes in the largest datagram sent on the current path."""
+        return int(self._max_datagram_size)
+
+    @property
+    def controller(self) -> str:
+        """The congestion controller in use: ``cubic`` or ``lossy``."""
+        return "lossy" if isinstance(self._loss._cc, LossyControl) else "cubic"
 
     def review_congestion(self) -> None:
         """Let measured loss choose the controller (only when it was left to choose)."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import socket
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, ClassVar
 
 import pytest
 import trio
 
 from mesh.transport import LinkDown, LinkUp, ListenError, Transport, TransportConfig
+from mesh.transport.portmap import PortMapping
 
 LOOPBACK = "/ip4/127.0.0.1/udp/0/quic-v1"
 
@@ -118,3 +122,95 @@ def test_wildcard_tells_real_addresses(network: Any) -> None:
             assert link.carrier.connection.get_remote_address()[0] == "::1"
 
     trio.run(main)
+
+
+def test_kademlia_finds_a_peer_that_nobody_here_is_linked_to(network: Any) -> None:
+    async def main() -> None:
+        config = TransportConfig(listen=(LOOPBACK,), kademlia=True)
+        async with (
+            network.open("a", config) as a,
+            network.open("b", config) as b,
+            network.open("c", config) as c,
+            network.open("d", config) as d,
+        ):
+            for one, other in ((a, b), (b, c), (c, d)):
+                await one.connect(other.addresses[0])
+            await trio.sleep(1)
+            nowhere = f"/ip4/127.0.0.1/udp/9/quic-v1/p2p/{d.peer_id}"
+            link = await a.link_to(d.peer_id, [nowhere], timeout=4)
+            assert link.peer == d.peer_id
+
+    trio.run(main)
+
+
+class Router(BaseHTTPRequestHandler):
+    """As much of an Internet gateway device as a port mapping needs."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        service = "urn:schemas-upnp-org:service:WANIPConnection:1"
+        self.answer(
+            '<?xml version="1.0"?><root xmlns="urn:schemas-upnp-org:device-1-0"><device>'
+            "<deviceType>urn:schemas-upnp-org:device:InternetGatewayDevice:1</deviceType>"
+            "<deviceList><device>"
+            "<deviceType>urn:schemas-upnp-org:device:WANConnectionDevice:1</deviceType>"
+            f"<serviceList><service><serviceType>{service}</serviceType>"
+            "<serviceId>urn:upnp-org:serviceId:WANIPConn1</serviceId>"
+            "<controlURL>/control</controlURL><eventSubURL>/e</eventSubURL>"
+            "<SCPDURL>/s</SCPDURL></service></serviceList>"
+            "</device></deviceList></device></root>"
+        )
+
+    def do_POST(self) -> None:
+        action = self.headers["SOAPAction"].strip('"').partition("#")[2]
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        port = re.search(r"<NewExternalPort>(\d+)<", body)
+        protocol = re.search(r"<NewProtocol>(\w+)<", body)
+        self.asked.append(f"{action} {port and port[1]} {protocol and protocol[1]}")
+        inner = {
+            "GetStatusInfo": "<NewConnectionStatus>Connected</NewConnectionStatus>"
+            "<NewLastConnectionError>ERROR_NONE</NewLastConnectionError><NewUptime>1</NewUptime>",
+            "GetExternalIPAddress": "<NewExternalIPAddress>203.0.113.7</NewExternalIPAddress>",
+        }.get(action, "")
+        self.answer(
+            '<?xml version="1.0"?><s:Envelope xmlns:s="http://schemas.xmlsoap.org/soap/envelope/">'
+            f'<s:Body><u:{action}Response xmlns:u="urn:schemas-upnp-org:service:WANIPConnection:1">'
+            f"{inner}</u:{action}Response></s:Body></s:Envelope>"
+        )
+
+    def answer(self, text: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/xml")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_router_gives_and_gets_back_a_udp_port() -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Router)
+    Thread(target=server.serve_forever, daemon=True).start()
+    heard: list[tuple[str, int]] = []
+
+    async def main() -> None:
+        mapped = trio.Event()
+
+        def hear(host: str, port: int) -> None:
+            heard.append((host, port))
+            mapped.set()
+
+        url = f"http://127.0.0.1:{server.server_port}/root.xml"
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(PortMapping(4001, hear, description_url=url).run)
+            with trio.fail_after(10):
+                await mapped.wait()
+            nursery.cancel_scope.cancel()
+
+    trio.run(main)
+    server.shutdown()
+    assert heard == [("203.0.113.7", 4001)]
+    assert "AddPortMapping 4001 UDP" in Router.asked
+    assert "DeletePortMapping 4001 UDP" in Router.asked
