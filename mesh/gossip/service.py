@@ -11,8 +11,8 @@ import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypedDict, Unpack
+from dataclasses import replace
+from typing import Any, Unpack
 
 import trio
 
@@ -21,15 +21,13 @@ from ca.crl import RevocationList
 from mesh.gossip import membership
 from mesh.gossip.advert import (
     Advert,
-    Device,
-    Holding,
     HoldingLoad,
     LoadReport,
     SignedAdvert,
-    StoredModel,
     sign_advert,
     sign_load,
 )
+from mesh.gossip.announcement import Announcement, Changes
 from mesh.gossip.anti_entropy import Record
 from mesh.gossip.checking import CHECK_EVERY, Checking
 from mesh.gossip.dialing import Dialing
@@ -39,7 +37,7 @@ from mesh.gossip.publishing import Publishing
 from mesh.gossip.talks import Talks
 from mesh.gossip.view import LinkView, View, build_view
 from mesh.identity import Identity, PeerId, TrustStore
-from mesh.transport import Link, LinkDown, LinkUp, Transport, TransportError
+from mesh.transport import Link, LinkDown, LinkMoved, LinkUp, Transport, TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -51,27 +49,6 @@ MAX_ADDRESSES = 8
 MAX_PEER_ID = 128  # characters
 MAX_TOPIC_LIST = 48 << 10  # bytes of a revocation list that fits a gossip message
 SPREAD = 3  # peers that get one that does not
-
-
-@dataclass(frozen=True, slots=True)
-class Announcement:
-    """What this node says of itself, besides what gossip adds."""
-
-    state: Literal["up", "draining", "left"] = "up"
-    software: str = ""
-    devices: tuple[Device, ...] = ()
-    holdings: tuple[Holding, ...] = ()
-    stored: tuple[StoredModel, ...] = ()
-
-
-class Changes(TypedDict, total=False):
-    """Fields of :class:`Announcement` to change."""
-
-    state: Literal["up", "draining"]
-    software: str
-    devices: tuple[Device, ...]
-    holdings: tuple[Holding, ...]
-    stored: tuple[StoredModel, ...]
 
 
 class GossipService:
@@ -169,7 +146,10 @@ class GossipService:
 
     def report(self, load: Iterable[HoldingLoad]) -> None:
         """The present load of all holdings; call at every change, it is published as is due."""
+        before = self._publishing.load
         self._publishing.load_changed({item.id: item for item in load})
+        if self._publishing.load == before:
+            return
         self._knowledge.apply(MyLoad(self._publishing.load))
         self._woken.set()
 
@@ -294,7 +274,7 @@ class GossipService:
 
     # -- links --------------------------------------------------------------------------------
 
-    async def _follow_links(self, events: AsyncIterator[LinkUp | LinkDown]) -> None:
+    async def _follow_links(self, events: AsyncIterator[LinkUp | LinkDown | LinkMoved]) -> None:
         async for event in events:
             match event:
                 case LinkUp(link):
@@ -303,6 +283,8 @@ class GossipService:
                     # A peer that came back at once may have its new link already.
                     if self._transport.link(peer) is None:
                         self._knowledge.apply(membership.LinkDown(peer, reason))
+                case LinkMoved():
+                    self._view = None  # its path and round trip time are others now
 
     def _link_is_up(self, link: Link) -> None:
         self._knowledge.apply(membership.LinkUp(link.peer))
@@ -409,6 +391,8 @@ class GossipService:
     def _on_list(self, newer: RevocationList) -> None:
         """A revocation list is in force, wherever it came from."""
         logger.warning("revocation list %d: %d revoked", newer.number, len(newer.revoked))
+        if self._identity.certificate.serial in newer.revoked:
+            logger.error("this node's own certificate is revoked: no peer will talk to it")
         self._knowledge.recheck("its certificate is revoked")
         if len(newer.der) > MAX_TOPIC_LIST:
             for link in self._talks.some_links(SPREAD):

@@ -8,6 +8,7 @@ also counts what it has sent itself (:class:`~mesh.routing.in_flight.InFlight`).
 
 from __future__ import annotations
 
+import heapq
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,6 +42,9 @@ from mesh.routing.route import (
 NEAR = 0.1  # predictions are not better than this share
 NEAR_SECONDS = 0.003
 MAX_CONSIDERED = 8
+# Of each range of layers, so many of the cheapest holders are looked at. It bounds the time that a
+# choice takes in a mesh of hundreds of stages.
+MAX_PATHS = 8
 LOADING = "still loading"
 LOADING_RETRY = 5.0  # s
 MAX_RETRY = 60.0  # s that a client may be told to wait
@@ -79,7 +83,8 @@ def choose(view: View, facts: RequestFacts, *, rng: random.Random, in_flight: In
     ready: dict[str, list[_Offer]] = {}
     full: list[_Offer] = []
     for place in held:
-        offer = _Offer(place, in_flight.busy(place))
+        here = place.node.peer == view.me
+        offer = _Offer(place, in_flight.busy(place, here=here))
         if offer.busy >= capacity(place.holding):
             full.append(offer)
             passed_over.append(PassedOver(place.node.peer, "its queue is full"))
@@ -148,9 +153,8 @@ def _chains(
     weights = {id(o): costs[id(o)].total * (1.0 + NEAR * rng.random()) for o in ordered}
     tokens = 1 + expected_output(facts)
     candidates: list[_Candidate] = []
-    for start in ordered:
-        if start.place.holding.first != 0:
-            break
+    beginnings = [offer for offer in ordered if offer.place.holding.first == 0]
+    for start in heapq.nsmallest(MAX_PATHS, beginnings, key=lambda o: weights[id(o)]):
         # By layer boundary: (weight, stages) of the paths that end there.
         paths: dict[int, list[tuple[float, tuple[_Offer, ...]]]] = {
             start.place.holding.last: [(weights[id(start)], (start,))]
@@ -168,7 +172,10 @@ def _chains(
                 key=lambda found: found[0],
             )
             found = (weight + weights[id(offer)], (*path, offer))
-            paths.setdefault(holding.last, []).append(found)
+            ending = paths.setdefault(holding.last, [])
+            ending.append(found)
+            ending.sort(key=lambda f: f[0])
+            del ending[MAX_PATHS:]
         complete = paths.get(start.place.holding.layers, [])
         if complete:
             home = start.place.node

@@ -6,10 +6,9 @@ requests at once would send all of them to the peer that was idle a moment ago.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mesh.gossip.view import NodeView, Place
+from mesh.gossip.view import Place
 from mesh.identity import PeerId
 from mesh.routing.route import Route
 
@@ -34,37 +33,30 @@ class InFlight:
 
     def started(self, route: Route, now: float) -> Ticket:
         """Count a request on every holding of its route until the ticket's ``ended`` is called."""
+        kept = {key: [s for s in sent if _matters(s, now)] for key, sent in self._sent.items()}
+        self._sent = {key: sent for key, sent in kept.items() if sent}
         sent = _Sent(now)
         for hop in route.hops:
-            key = hop.peer, hop.holding
-            kept = [s for s in self._sent.get(key, ()) if _matters(s, now)]
-            self._sent[key] = [*kept, sent]
+            self._sent.setdefault((hop.peer, hop.holding), []).append(sent)
         return Ticket(sent)
 
-    def forget(self, peer: PeerId) -> None:
-        """Drop what was sent to a peer that is gone."""
-        for key in [key for key in self._sent if key[0] == peer]:
-            del self._sent[key]
+    def busy(self, place: Place, *, here: bool = False) -> int:
+        """Sessions running or waiting there: as reported, corrected by what we know better.
 
-    def busy(self, place: Place) -> int:
-        """Sessions running or waiting there: as reported, corrected by what we know better."""
+        ``here``: the place is on this node, which knows its own load without delay.
+        """
         load = place.node.load_of(place.holding)
-        return max(0, load.active + load.waiting + self._correction(place.node, place.holding.id))
-
-    def _correction(self, node: NodeView, holding: int) -> int:
-        sent: Iterable[_Sent] = self._sent.get((node.peer, holding), ())
-        load = node.load.get(holding)
-        reported = load.active + load.waiting if load is not None else 0
-        counted_until = node.load_at - REPORT_DELAY
+        reported = load.active + load.waiting
+        counted_until = place.node.load_at - (0.0 if here else REPORT_DELAY)
         open_now = change = 0
-        for one in sent:
+        for one in self._sent.get((place.node.peer, place.holding.id), ()):
             if one.ended is None:
                 open_now += 1
                 change += one.at > counted_until
-            elif one.at <= counted_until and one.ended > node.load_at:
+            elif one.at <= counted_until and one.ended > place.node.load_at:
                 change -= 1
         # It is at least as busy as we keep it ourselves.
-        return max(change, open_now - reported)
+        return max(reported + change, open_now)
 
 
 class Ticket:

@@ -1,0 +1,1 @@
+"""Which node holds which layers: plans, predictions and claims. Pure: no I/O, no clock."""
