@@ -9,7 +9,11 @@ chain will do with the same commands in the same order, so a stage never runs ou
 * *Preemption by recomputation*: when a running sequence cannot grow, the youngest gives up its
   blocks and goes back to the head of the queue; its tokens, output included, are read again later.
 * *Prefix sharing*: finished sequences stay as long as nobody needs their blocks. A new one starts
-  from the longest run of whole blocks that it has in common with one of them or with a running one.
+  from the longest run of whole blocks that its prompt has in common with the prompt of one of them,
+  or of a running one.
+* *Exactness*: rows of a prompt run as chunks and rows of output one by one, which differ in the
+  last bits (see :mod:`inference.stage`). So a prompt is never left with a chunk of a single row,
+  and only prompts are shared.
 * *Fairness*: decode rows go first, in turn. Half of the room for prompts is for the oldest that is
   being read, the rest for the shortest, so that neither waits for the other.
 
@@ -26,6 +30,9 @@ from typing import Literal
 
 from inference.blocks import BlockTables
 from inference.prefixes import Prefixes
+
+# Half of the smallest chunk still reads a prompt of 3 without leaving one row.
+_LEAST_CHUNK = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +60,15 @@ class QueueFull(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What every stage does with a session before the step. ``length`` is that of a fork."""
+    """What every stage does with a session before the step.
 
-    do: Literal["open", "fork", "close"]
+    ``prompt`` is the length of its prompt; ``source`` and ``length`` are those of a fork, and
+    ``length`` is how much to keep when a session is trimmed.
+    """
+
+    do: Literal["open", "fork", "trim", "close"]
     session: int
+    prompt: int = 0
     source: int = -1
     length: int = 0
 
@@ -85,6 +97,7 @@ class _Sequence:
     session: int
     arrival: int
     tokens: list[int]
+    prompt: int
     scheduled: int = 0  # tokens whose KV is there, or will be once the steps in flight are done
     cached: int = 0  # tokens that came from another sequence, when last admitted
     turn: int = 0  # number of its latest step
@@ -100,8 +113,8 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         if limits.context_length > limits.blocks * limits.block_size:
             raise ValueError("a whole context does not fit into the blocks")
-        if min(limits.sequences, limits.chunk, limits.mixed_chunk, limits.context_length) < 1:
-            raise ValueError("limits must be positive")
+        if limits.sequences < 1 or min(limits.chunk, limits.mixed_chunk) < _LEAST_CHUNK:
+            raise ValueError(f"at least one sequence and chunks of {_LEAST_CHUNK} tokens")
         self.limits = limits
         self._tables = BlockTables(limits.blocks, limits.block_size)
         self._prefixes = Prefixes(limits.block_size)
@@ -140,8 +153,10 @@ class Scheduler:
         """Tokens of the sequence that were not computed when it was last admitted."""
         return self._sequences[session].cached
 
-    def add(self, session: int, tokens: Sequence[int]) -> None:
-        """Queue a sequence that knows ``tokens`` (prompt, and output if resumed) and wants more.
+    def add(self, session: int, tokens: Sequence[int], prompt: int | None = None) -> None:
+        """Queue a sequence that knows ``tokens`` and wants more.
+
+        The first ``prompt`` of them are its prompt (default: all), the rest is output so far.
 
         Raises :class:`QueueFull`, and ValueError for tokens that leave no room in the context.
         """
@@ -152,7 +167,7 @@ class Scheduler:
         if len(self._waiting) >= self.limits.waiting:
             raise QueueFull(f"{len(self._waiting)} sequences are waiting")
         self._arrivals += 1
-        sequence = _Sequence(session, self._arrivals, list(tokens))
+        sequence = _Sequence(session, self._arrivals, list(tokens), prompt or len(tokens))
         self._sequences[session] = sequence
         self._waiting.append(sequence)
 
@@ -173,11 +188,15 @@ class Scheduler:
             self._waiting.remove(sequence)
             return
         self._running.remove(sequence)
-        if not keep or sequence.scheduled < self.limits.block_size:
+        size = self.limits.block_size
+        shareable = min(sequence.scheduled, sequence.prompt) // size * size
+        if not keep or not shareable:
             self._prefixes.forget(sequence)
             self._close(session)
             return
-        self._tables.truncate(session, sequence.scheduled)
+        self._tables.truncate(session, shareable)
+        self._commands.append(Command("trim", session, length=shareable))
+        sequence.scheduled = shareable
         for covered in self._prefixes.keep(sequence):
             self._close(covered)
         while self._prefixes.kept > self.limits.cached:
@@ -247,14 +266,14 @@ class Scheduler:
     def _place(self, sequence: _Sequence) -> bool:
         """Blocks for all tokens of a waiting sequence, or False."""
         session = sequence.session
-        source, shared = self._prefixes.longest(sequence.tokens)
+        source, shared = self._prefixes.longest(sequence.tokens[: sequence.prompt])
         before = len(self._commands)
         if shared:
             self._tables.fork(source, session, shared)
-            self._commands.append(Command("fork", session, source, shared))
+            self._commands.append(Command("fork", session, sequence.prompt, source, shared))
         else:
             self._tables.open(session)
-            self._commands.append(Command("open", session))
+            self._commands.append(Command("open", session, sequence.prompt))
         # One block more for each that runs, so that none has to give way right afterwards.
         wanted = self._cost(sequence) + len(self._running)
         while wanted > self._tables.free and self._prefixes.kept:
@@ -271,7 +290,11 @@ class Scheduler:
     def _chunks(self, room: int) -> list[Work]:
         reading = [s for s in self._running if s.pending > 1]
         counts = share_room([s.pending for s in reading], room)
-        return [self._take(s, count) for s, count in zip(reading, counts, strict=True) if count]
+        chosen = [
+            (sequence, without_lone_row(sequence.prompt - sequence.scheduled, count))
+            for sequence, count in zip(reading, counts, strict=True)
+        ]
+        return [self._take(sequence, count) for sequence, count in chosen if count]
 
     def _close(self, session: int) -> None:
         self._tables.close(session)
@@ -293,3 +316,13 @@ def share_room(pending: Sequence[int], room: int) -> list[int]:
         left -= counts[number]
     counts[0] += min(pending[0] - counts[0], left)
     return counts
+
+
+def without_lone_row(left: int, count: int) -> int:
+    """At most ``count`` tokens, such that neither they nor what remains are a single row of the
+    ``left`` tokens of a prompt. (One of output is fine, and a prompt of one.)"""
+    if left < 2:
+        return count
+    if count == left - 1:
+        count -= 1
+    return 0 if count == 1 else count

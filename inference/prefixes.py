@@ -11,10 +11,12 @@ from typing import Protocol
 
 
 class Holder(Protocol):
-    """A sequence: the KV of the first ``scheduled`` of its ``tokens`` is there."""
+    """A sequence: the KV of the first ``scheduled`` of its ``tokens`` is there, and the first
+    ``prompt`` are what others may share."""
 
     session: int
     tokens: list[int]
+    prompt: int
     scheduled: int
 
 
@@ -47,14 +49,14 @@ class Prefixes:
     def keep(self, holder: Holder) -> list[int]:
         """A running sequence has finished and keeps its blocks.
 
-        Returns kept sessions that it makes needless, because it begins with all of their tokens.
+        Returns kept sessions that it makes needless, because it begins with all that they hold.
         """
         self.forget(holder)
         found = self._by_start.get(self._start(holder), {})
         covered = [
             other
             for session, other in found.items()
-            if session in self._kept and self._common(holder, other.tokens) >= len(other.tokens)
+            if session in self._kept and self._common(holder, other.tokens) >= other.scheduled
         ]
         for other in covered:
             del self._kept[other.session]
@@ -70,11 +72,11 @@ class Prefixes:
         return session
 
     def longest(self, tokens: list[int]) -> tuple[int, int]:
-        """(session, tokens): the most whole blocks in common with ``tokens``, leaving at least one
-        token to compute. (-1, 0) when there is nothing in common."""
-        limit = (len(tokens) - 1) // self._block_size * self._block_size
+        """(session, tokens): the most whole blocks in common with a prompt of ``tokens``, leaving
+        two or more to compute. (-1, 0) when there is nothing in common."""
+        limit = (len(tokens) - 2) // self._block_size * self._block_size
         best, most = -1, 0
-        if limit:
+        if limit > 0:
             for session, holder in self._by_start.get(self._key(tokens), {}).items():
                 common = min(self._common(holder, tokens), limit) // self._block_size
                 if common * self._block_size > most:
@@ -86,7 +88,7 @@ class Prefixes:
     def _common(self, holder: Holder, tokens: list[int]) -> int:
         """How many tokens at the beginning agree, of those whose KV ``holder`` has."""
         size = self._block_size
-        most = min(holder.scheduled, len(tokens))
+        most = min(holder.scheduled, holder.prompt, len(tokens))
         at = 0
         while at < most and holder.tokens[at : at + size] == tokens[at : at + size]:
             at += size
@@ -99,11 +101,10 @@ class Prefixes:
         return tuple(tokens[: self._block_size])
 
     def _start(self, holder: Holder) -> tuple[int, ...]:
-        return self._key(holder.tokens)
+        return self._key(holder.tokens[: holder.prompt])
 
     def _unlist(self, holder: Holder) -> None:
         key = self._start(holder)
-        # A prompt shorter than a block got another key as its output came.
-        found = self._by_start.get(key)
-        if found is not None and found.pop(holder.session, None) is not None and not found:
+        del self._by_start[key][holder.session]
+        if not self._by_start[key]:
             del self._by_start[key]

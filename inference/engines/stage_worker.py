@@ -163,7 +163,7 @@ class StageWorker:
 
     def _add(self, job: Job) -> None:
         try:
-            self._scheduler.add(job.session, job.tokens)
+            self._scheduler.add(job.session, job.tokens, job.prompt)
         except QueueFull:
             error = GenerationError("overloaded", "too many requests are waiting", retry_after=1.0)
             self._outcomes.append(Failed(job.session, error))
@@ -175,9 +175,11 @@ class StageWorker:
         for command in step.commands:
             for stage in self._stages:
                 if command.do == "open":
-                    stage.open(command.session)
+                    stage.open(command.session, command.prompt)
                 elif command.do == "fork":
-                    stage.fork(command.source, command.session, command.length)
+                    stage.fork(command.source, command.session, command.length, command.prompt)
+                elif command.do == "trim":
+                    stage.trim(command.session, command.length)
                 else:
                     stage.close(command.session)
         if not step.work:

@@ -140,6 +140,27 @@ def test_chunks_batches_and_going_back_give_the_same(stages: tuple[Stage, Stage]
         stages[0].fork(99, 4, 32)
 
 
+def test_a_row_gives_the_same_whatever_runs_beside_it(stages: tuple[Stage, Stage]) -> None:
+    """To the last bit: a prompt in chunks, output row by row, and both again as a resume does."""
+    prompt, output = ids(61), ids(30, 90)
+    for stage in stages:
+        stage.open(10, prompt=61)
+        stage.open(11, prompt=61)
+    alone = [logits(stages, 10, 0, prompt)]
+    alone += [logits(stages, 10, 61 + n, output[n : n + 1]) for n in range(30)]
+
+    def beside(past: int, tokens: Any, others: int) -> Any:
+        parts = (Part(1, 0, others), Part(11, past, len(tokens)))
+        rows = stages[0].step(StepBatch(parts, np.concatenate([ids(others, 100), tokens])))
+        ends = range(others, others + len(tokens))
+        return stages[1].step(StepBatch(parts, rows, tuple(ends))).copy()
+
+    beside(0, prompt[:7], 12)
+    got = [beside(7, prompt[7:], 1)[-1:]]
+    got += list(beside(61, output, 40)[:, None])
+    np.testing.assert_array_equal(np.concatenate(got), np.concatenate(alone))
+
+
 def test_blocks_run_out_and_come_back(stages: tuple[Stage, Stage]) -> None:
     first = stages[0]
     full = first.blocks // 6

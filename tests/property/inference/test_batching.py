@@ -19,19 +19,27 @@ class Mirror:
         self.tables = BlockTables(limits.blocks, limits.block_size)
         self.size = limits.block_size
         self.content: dict[tuple[int, int], int] = {}
+        self.prompts: dict[int, int] = {}
 
     def run(self, step: Step, known: dict[int, list[int]]) -> None:
         for command in step.commands:
             if command.do == "open":
                 self.tables.open(command.session)
+                self.prompts[command.session] = command.prompt
             elif command.do == "fork":
+                assert command.length <= self.prompts[command.source]
                 self.tables.fork(command.source, command.session, command.length)
+                self.prompts[command.session] = command.prompt
+            elif command.do == "trim":
+                self.tables.truncate(command.session, command.length)
             else:
                 assert command.session in self.tables
                 self.tables.close(command.session)
         for work in step.work:
             assert work.tokens
             assert self.tables.length(work.session) == work.past
+            prompt = self.prompts[work.session]
+            assert prompt == 1 or min(prompt, work.past + len(work.tokens)) - work.past != 1
             self.tables.extend(work.session, work.past + len(work.tokens))  # never OutOfBlocks
             blocks = self.tables.indices(work.session)
             for offset, token in enumerate(work.tokens):
@@ -55,8 +63,8 @@ def limits(draw: st.DrawFn) -> Limits:
         context_length=draw(st.integers(2, blocks * block_size)),
         sequences=draw(st.integers(1, 8)),
         waiting=draw(st.integers(1, 10)),
-        chunk=draw(st.integers(1, 32)),
-        mixed_chunk=draw(st.integers(1, 16)),
+        chunk=draw(st.integers(8, 32)),
+        mixed_chunk=draw(st.integers(8, 16)),
         cached=draw(st.integers(0, 6)),
     )
 
@@ -77,7 +85,7 @@ def test_random_lives(limits: Limits, data: st.DataObject) -> None:
             kind = data.draw(st.integers(0, 2))
             tokens = [(kind if i < length // 2 else i + kind) % 5 for i in range(length)]
             try:
-                scheduler.add(sessions, tokens)
+                scheduler.add(sessions, tokens, data.draw(st.integers(1, length)))
             except QueueFull:
                 assert scheduler.waiting == limits.waiting
             else:
@@ -130,7 +138,7 @@ def test_everyone_gets_finished(limits: Limits, asked: list[tuple[int, int]]) ->
             session, length, more = queue.pop(0)
             known[session] = [(session + i) % 7 for i in range(length)]
             owed[session] = min(more, limits.context_length - length)
-            scheduler.add(session, known[session])
+            scheduler.add(session, known[session], length - session % 3 if length > 3 else None)
         step = scheduler.plan()
         assert step is not None, "nothing runs although something is left"
         mirror.run(step, known)
