@@ -107,7 +107,7 @@ def plan_model(
     before: ModelPlan,
     most: int | None = None,
 ) -> ModelPlan:
-    """``before`` with further chains, at most ``most`` of them; what they need is taken of ``room``.
+    """``before`` with at most ``most`` further chains; what they need is taken of ``room``.
 
     Machines that already hold some of the model are left alone.
     """

@@ -218,10 +218,10 @@ def _pools(finder: ChainFinder, useful: Sequence[Machine], least: int) -> list[t
 
     by_speed = sorted(useful, key=lambda m: (alone(m), m.peer))
     by_room = sorted(useful, key=lambda m: (-finder.room(m), alone(m), m.peer))
-    seeds = dict.fromkeys([*by_speed[:_SEEDS], *by_room[:_SEEDS]])
-    pools: dict[tuple[Machine, ...], None] = {}
+    seeds = {m.peer: m for m in [*by_speed[:_SEEDS], *by_room[:_SEEDS]]}
+    pools: dict[tuple[str, ...], tuple[Machine, ...]] = {}
     size = max(_POOL, least + 2)
-    for seed in seeds:
+    for seed in seeds.values():
 
         def per_layer(machine: Machine, seed: Machine = seed) -> float:
             hop = finder.distance(seed.peer, machine.peer) if machine is not seed else 0.0
@@ -229,14 +229,14 @@ def _pools(finder: ChainFinder, useful: Sequence[Machine], least: int) -> list[t
 
         near = sorted(useful, key=lambda m: (per_layer(m), m.peer))
         roomy = [m for m in near if finder.room(m) >= finder.want.model.layers / (least + 1)]
-        for ranked in (near, roomy):
-            pools.setdefault(_pool(seed, ranked, size))
-        pools.setdefault(_pool(seed, [*roomy[: size // 2], *by_room], size))
-    return list(pools)
+        for ranked in (near, roomy, [*roomy[: size // 2], *by_room]):
+            pool = _pool(seed, ranked, size)
+            pools[tuple(machine.peer for machine in pool)] = pool
+    return list(pools.values())
 
 
 def _pool(seed: Machine, ranked: Sequence[Machine], size: int) -> tuple[Machine, ...]:
-    chosen = list(dict.fromkeys([seed, *ranked]))[:size]
+    chosen = list({machine.peer: machine for machine in (seed, *ranked)}.values())[:size]
     return tuple(sorted(chosen, key=lambda m: m.peer))
 
 
