@@ -35,6 +35,8 @@ from mesh.transport import Message, RemoteError, Request, Transport
 
 _log = logging.getLogger(__name__)
 
+_AT_ONCE = 64 << 10  # bytes of a request that are read in the event loop; more would hold it up
+
 _Item = TokenEvent | GenerationError
 
 
@@ -78,8 +80,11 @@ class ForwardServer:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             transport.serve_stream(KIND, self.handle)
-            yield
-            nursery.cancel_scope.cancel()
+            try:
+                yield
+            finally:
+                self._nursery = None
+                nursery.cancel_scope.cancel()
 
     async def leave(self, patience: float) -> None:
         """Take no new work, let running work end for ``patience`` seconds, then hand over the rest.
@@ -96,17 +101,18 @@ class ForwardServer:
 
     async def handle(self, request: Request) -> AsyncGenerator[Message, None]:
         """One call: beats and token events, then the end with its receipt."""
-        execution, wanted = self._admit(request)
-        yield Message(BEAT)  # before anything that takes time
         nursery = self._nursery
-        if nursery is None:
-            raise RemoteError("overloaded", "the node is starting")
+        if nursery is None or self._leaving:
+            raise RemoteError("node_lost", "the node is starting or leaving")
         session = _Session()
         self._sessions.add(session)
-        self._idle = trio.Event()
-        # No buffer: an engine that is faster than the link waits for it, and no token waits here.
-        send, receive = trio.open_memory_channel[_Item](0)
+        if self._idle.is_set():
+            self._idle = trio.Event()
         try:
+            yield Message(BEAT)  # before anything that takes time
+            execution, wanted = await self._admit(request)
+            # No buffer: an engine that is faster than the link waits for it.
+            send, receive = trio.open_memory_channel[_Item](0)
             nursery.start_soon(_pump, execution, wanted, send, session.scope)
             position = execution.position
             async with receive:
@@ -134,15 +140,17 @@ class ForwardServer:
             if not self._sessions:
                 self._idle.set()
 
-    def _admit(self, request: Request) -> tuple[Execution, GenerateRequest]:
+    async def _admit(self, request: Request) -> tuple[Execution, GenerateRequest]:
         if Role.USE not in request.certificate.roles:
             raise RemoteError("forbidden", "the certificate does not allow to send work")
         if Role.SERVE not in self._identity.certificate.roles:
             raise RemoteError("forbidden", "this node's certificate does not allow it to serve")
-        if self._leaving:
-            raise RemoteError("node_lost", "the node is leaving")
+        body, payload = request.message.body, request.message.payload
         try:
-            wanted, assignment = read_call(request.message.body, request.message.payload)
+            if len(payload) > _AT_ONCE:
+                wanted, assignment = await trio.to_thread.run_sync(read_call, body, payload)
+            else:
+                wanted, assignment = read_call(body, payload)
             run = self._find(wanted, assignment)
         except WireError as error:
             raise RemoteError("malformed", str(error)[:1000]) from error

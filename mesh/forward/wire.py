@@ -34,7 +34,7 @@ from mesh.receipts.encoding import EncodingError, decode, encode
 from mesh.receipts.record import MAX_SEGMENTS, NONCE_BYTES, plain_request
 
 KIND = "generate"
-MAX_REQUEST_BYTES = 32 << 20
+MAX_REQUEST_BYTES = 16 << 20
 # What a call can carry to resume from; a response that is longer is not carried on.
 MAX_RESUMED_TOKENS = 1 << 19
 MAX_RESUMED_TEXT = 1 << 20  # characters
@@ -115,6 +115,12 @@ def write_call(request: GenerateRequest, assignment: Assignment) -> tuple[dict[s
         payload = encode(plain_request(request))
     except EncodingError as error:
         raise GenerationError("invalid_value", f"messages: {error}", param="messages") from error
+    if len(payload) > MAX_REQUEST_BYTES:
+        raise GenerationError(
+            "invalid_value",
+            f"the request has {len(payload)} bytes; at most {MAX_REQUEST_BYTES} are forwarded",
+            param="messages",
+        )
     return assignment.model_dump(mode="python"), payload
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from inference.generation import GenerateRequest, SamplingParams
 from mesh.receipts import Bundle, Receipt, ReceiptError, request_digest, response_digest
-from mesh.receipts.encoding import MAX_DEPTH, EncodingError, decode, encode
+from mesh.receipts.encoding import MAX_DEPTH, MAX_ITEMS, EncodingError, decode, encode
 
 NOT_CANONICAL = {
     "a longer length than needed": "1801",
@@ -46,6 +46,16 @@ def test_depth_and_size_are_bounded() -> None:
         decode(b"\x81" * (MAX_DEPTH + 2) + b"\x01", 1000)
     with pytest.raises(EncodingError, match="at most 3"):
         decode(b"\x44abcd", 3)
+
+
+def test_items_are_bounded_before_any_is_built() -> None:
+    fits = encode([0] * (MAX_ITEMS - 1))
+    assert len(decode(fits, len(fits))) == MAX_ITEMS - 1
+    too_many = b"\x9a" + MAX_ITEMS.to_bytes(4, "big") + b"\x80" * MAX_ITEMS
+    pairs = b"\xba" + (MAX_ITEMS // 2).to_bytes(4, "big")
+    for data in (too_many, too_many[:5], pairs, b"\x82" + fits + b"\x00"):
+        with pytest.raises(EncodingError, match="more than"):
+            decode(data, len(data))
 
 
 @pytest.mark.parametrize(
