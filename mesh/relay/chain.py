@@ -96,8 +96,11 @@ class ChainHead:
         self._next_number = 1
         self._steady = trio.Event()  # set while nothing is being mended
         self._steady.set()
-        self._freed = trio.Event()  # set, and replaced, when a session has ended
-        self._room = trio.Event()  # the same when a session has given up its KV, ended or not
+        self._door = trio.Lock()
+        self._opening = 0
+        self._ending = 0  # sessions that are being freed
+        self._ended = trio.Event()  # set, and replaced, when a session has ended or come in
+        self._room = trio.Event()  # the same when stages have freed KV of this chain
         self._failure: Callable[[], GenerationError] | None = None
         self._gone: set[PeerId] = set()
         self._chances: dict[PeerId, float] = {}  # when a lost peer was last tried again
@@ -150,7 +153,8 @@ class ChainHead:
         """
         session.asked = trio.current_time()
         session.spent = [0.0] * len(self.route)
-        self._check_failure()
+        if self._failure is not None:
+            raise self._failure()
         if self.waiting >= self._queue:
             raise GenerationError(
                 "overloaded", f"{self.waiting} requests wait for this chain", retry_after=1.0
@@ -172,19 +176,45 @@ class ChainHead:
         """The session is over or not wanted any more: free it everywhere. Twice is fine."""
         if not session.ended:
             session.ended = True
-            self._leave(session)
-            freed, self._freed = self._freed, trio.Event()
-            freed.set()
+            self._leave(session, tell=True)
             self._places.release()
             self._changed()
 
     async def _enter(self, session: HeadSession) -> None:
-        """Open the session on all stages and let it into the ring, unless it has ended."""
+        """Open the session on all stages and let it into the ring, unless it has ended.
+
+        Sessions open side by side; where room is short they queue at the door, first come first
+        served.
+        """
+        if not self._door.locked():
+            self._opening += 1
+            try:
+                if await self._try_to_enter(session, tell=True):
+                    return
+            finally:
+                self._opening -= 1
+                self._tell_ended()
+        async with self._door:
+            while True:
+                ended = self._ended
+                if await self._try_to_enter(session, tell=False):
+                    return
+                if not (self._sessions or self._opening or self._ending):
+                    message = "other chains have taken the KV memory that this session needs"
+                    raise GenerationError("overloaded", message, retry_after=1.0)
+                await ended.wait()
+
+    async def _try_to_enter(self, session: HeadSession, *, tell: bool) -> bool:
+        """False: there is no room now. Raises :class:`GenerationError` when there never will be.
+
+        ``tell``: whoever is at the door may try again when this has not worked.
+        """
         while not session.ended:
             if self._gone:
                 self._mend_soon()
             await self._steady.wait()
-            self._check_failure()
+            if self._failure is not None:
+                raise self._failure()
             epoch = self.ring.epoch
             session.number = self._next_number
             self._next_number += 1
@@ -197,27 +227,32 @@ class ChainHead:
                 self.lose(lost.peer)
             except Refusal as refusal:
                 if self.ring.epoch == epoch:
-                    await self._refused_to_open(refusal)
+                    if refusal.code == "no_free_blocks":
+                        return False
+                    raise _as_error(refusal) from refusal
             finally:
                 if not opened:
-                    self._close_on_stages([session.number])
+                    self._give_back(session.number, tell=tell)
             if opened:
                 self._place(session)
-                return
-
-    def _check_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure()
+                break
+        return True
 
     def _place(self, session: HeadSession) -> None:
         session.starved = session.growing = False
-        session.routes.append((session.produced, self.route))
+        self._note_route(session)
         self._sessions[session.number] = session
         self._schedule.add(session.number, session.tokens, session.capacity)
         if not self._watching:
             self._watching = True
             self._relay.spawn(self._keep_watch)
         self._pump()
+
+    def _note_route(self, session: HeadSession) -> None:
+        """Who runs the session from here on; once a peer is lost, nobody can tell its serial."""
+        session.routes.append((session.produced, self.route))
+        for hop in self.route:
+            session.serials[hop.peer] = self._relay.links.serial(hop.peer)
 
     async def _open(self, rank: int, session: HeadSession) -> None:
         emit_from = len(session.tokens) - 1 if rank == len(self.route) - 1 else 0
@@ -235,30 +270,28 @@ class ChainHead:
         for refused in parse(Opened, answer).refused:
             raise Refusal.told(refused.code, f"{peer}: {refused.message}")
 
-    async def _refused_to_open(self, refusal: Refusal) -> None:
-        """Wait if another session's end can help; otherwise raise what the client is to know."""
-        if refusal.code == "no_free_blocks":
-            if not self._sessions:
-                raise GenerationError("overloaded", refusal.message, retry_after=1.0)
-            await self._freed.wait()
-        elif refusal.code == "context_length":
-            raise GenerationError("context_length_exceeded", refusal.message, param="max_tokens")
-        else:
-            raise GenerationError("engine_failed", str(refusal))
-
-    def _leave(self, session: HeadSession) -> None:
+    def _leave(self, session: HeadSession, *, tell: bool) -> None:
         """Take a session out of the ring and free its KV on all stages."""
         if self._sessions.pop(session.number, None) is not None:
             self._schedule.remove(session.number)
-            self._close_on_stages([session.number])
-            room, self._room = self._room, trio.Event()
-            room.set()
+            self._give_back(session.number, tell=tell)
             self._pump()
+        elif tell:
+            self._tell_ended()
 
-    def _close_on_stages(self, numbers: Sequence[int]) -> None:
-        message = Close(chain=self.ring.id, epoch=self.ring.epoch, sessions=tuple(numbers))
-        for hop in self.route:
-            self._relay.spawn(self._close_at, hop.peer, message)
+    def _give_back(self, number: int, *, tell: bool) -> None:
+        """Free a session on all stages; with ``tell``, who waits for room may try again then."""
+        self._ending += tell
+        self._relay.spawn(self._close_everywhere, number, tell)
+
+    async def _close_everywhere(self, number: int, tell: bool) -> None:
+        message = Close(chain=self.ring.id, epoch=self.ring.epoch, sessions=(number,))
+        await at_once(partial(self._close_at, hop.peer, message) for hop in self.route)
+        room, self._room = self._room, trio.Event()
+        room.set()
+        if tell:
+            self._ending -= 1
+            self._tell_ended()
 
     async def _close_at(self, peer: PeerId, message: Close) -> None:
         try:
@@ -266,6 +299,10 @@ class ChainHead:
         except (PeerLost, Refusal) as error:
             # A stage whose link to its head is gone frees everything by itself.
             _log.debug("closing at %s: %s", peer, error)
+
+    def _tell_ended(self) -> None:
+        ended, self._ended = self._ended, trio.Event()
+        ended.set()
 
     # -- the ring -----------------------------------------------------------------------------
 
@@ -387,8 +424,8 @@ class ChainHead:
         elif running:
             # It comes back when another one has ended: room that it frees is for those that wait.
             youngest = max(running, key=lambda other: other.asked)
-            self._leave(youngest)
-            self._relay.spawn(self._enter_again, youngest, self._freed)
+            self._leave(youngest, tell=False)
+            self._relay.spawn(self._enter_again, youngest, self._ended)
 
     async def _enter_again(self, session: HeadSession, when: trio.Event | None) -> None:
         """Compute a session from its token ids again, in the place that it has."""
@@ -455,12 +492,12 @@ class ChainHead:
         self._schedule.restart(mended.sent)
         for session in sessions:
             if session.ended:
-                self._close_on_stages([session.number])
+                self._give_back(session.number, tell=False)
             elif session.routes[-1][1] != self.route:
-                session.routes.append((session.produced, self.route))
+                self._note_route(session)
         for session in mended.anew:
             if not session.ended:
-                self._leave(session)
+                self._leave(session, tell=False)
                 self._relay.spawn(self._enter_again, session, None)
 
     def _replace(self, peer: PeerId, useless: set[PeerId]) -> None:
@@ -519,3 +556,10 @@ class ChainHead:
         else:
             if self._watch.answered(asked, trio.current_time(), busy=busy):
                 self._mend_soon()
+
+
+def _as_error(refusal: Refusal) -> GenerationError:
+    """What a client is to know of a stage that does not take its session."""
+    if refusal.code == "context_length":
+        return GenerationError("context_length_exceeded", refusal.message, param="max_tokens")
+    return GenerationError("engine_failed", str(refusal))

@@ -33,9 +33,10 @@ _LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 @dataclass(frozen=True, slots=True)
 class StageShare:
     """What one node has done for a generation: layers ``[first, last)`` of the output tokens
-    ``[tokens[0], tokens[1])``."""
+    ``[tokens[0], tokens[1])``. ``serial`` is of the certificate that it had then."""
 
     hop: Hop
+    serial: int | None
     tokens: tuple[int, int]
 
 
@@ -143,7 +144,7 @@ class ChainRun:
             return []
         found: list[StageShare] = []
         for hop, begin, end in _spans(session.routes, self._resumed, session.produced):
-            found.append(StageShare(hop, (begin, end)))
+            found.append(StageShare(hop, session.serials[hop.peer], (begin, end)))
         return found
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:

@@ -98,12 +98,12 @@ class _Frame:
 
 @dataclass(slots=True)
 class _Result:
-    """Of one step: for a last stage draws by session key, otherwise encoded hidden states."""
+    """Of one step: for a last stage draws by session key, otherwise encoded hidden states for each
+    frame, of the rows that have not failed."""
 
     failed: dict[int, Refusal]  # by session key
     seconds: float
-    encoding: Encoding = "f16"
-    hidden: NDArray[np.floating] | None = None
+    hidden: list[tuple[Encoding, NDArray[np.floating]]] | None = None
     draws: dict[int, Draw] | None = None
 
 
@@ -301,7 +301,9 @@ class StageHost:
         started = time.perf_counter()
         entries = [entry for frame in frames for entry in frame.rows]
         values = [frame.values for frame in frames]
-        batch = values[0] if len(values) == 1 else np.concatenate(values)
+        # A copy of the runtime's own: what has arrived is a view that must not be written to.
+        dtype = np.int64 if self.facts.is_first else np.float32
+        batch = np.concatenate(values, dtype=dtype)
         failed: dict[int, Refusal] = {}
         while True:
             parts = [Part(session.key, row.position, row.size) for session, row in entries]
@@ -330,7 +332,7 @@ class StageHost:
         if self.facts.is_last:
             result.draws = self._draw(output, sampled, failed)
         else:
-            result.encoding, result.hidden = encode(output)
+            result.hidden = _encode(frames, output, failed)
         result.seconds = time.perf_counter() - started
         return result
 
@@ -379,10 +381,10 @@ class StageHost:
     def _finish(self, frames: list[_Frame], result: _Result) -> None:
         self.steps += 1
         self.busy_seconds += result.seconds
-        at = 0  # row of result.hidden
-        for frame in frames:
-            alive = []
+        for number, frame in enumerate(frames):
+            alive = []  # with the row's place in the frame's output
             refused: dict[int, Refusal] = {}
+            at = 0
             for session, row in frame.rows:
                 if session.key in result.failed:
                     refused[row.session] = result.failed[session.key]
@@ -396,11 +398,10 @@ class StageHost:
             if not alive:
                 continue
             spent = (*frame.spent, result.seconds)
-            if result.draws is not None:
-                if not frame.late:
-                    self._send_tokens(frame, alive, result.draws, spent)
-            elif result.hidden is not None:
-                self._send_hidden(frame, alive, result.hidden, result.encoding, spent)
+            if result.hidden is not None:
+                self._send_hidden(frame, alive, *result.hidden[number], spent)
+            elif not frame.late:
+                self._send_tokens(frame, alive, result.draws or {}, spent)
 
     def _send_tokens(
         self,
@@ -430,8 +431,8 @@ class StageHost:
         self,
         frame: _Frame,
         alive: list[tuple[Session, Row, int]],
-        hidden: NDArray[np.floating],
         encoding: Encoding,
+        hidden: NDArray[np.floating],
         spent: tuple[float, ...],
     ) -> None:
         rows: list[Row] = []
@@ -456,3 +457,17 @@ class StageHost:
         self._outlet.activations(
             frame.chain, header, values[0] if len(values) == 1 else np.concatenate(values)
         )
+
+
+def _encode(
+    frames: list[_Frame], output: NDArray[np.float32], failed: dict[int, Refusal]
+) -> list[tuple[Encoding, NDArray[np.floating]]]:
+    encoded = []
+    start = 0
+    for frame in frames:
+        rows = [entry for entry in frame.rows if entry[0].key not in failed]
+        sizes = [row.size for _, row in rows]
+        exact = np.repeat(np.array([session.exact for session, _ in rows], np.bool_), sizes)
+        encoded.append(encode(output[start : start + len(exact)], exact))
+        start += len(exact)
+    return encoded

@@ -53,7 +53,7 @@ class Links(Protocol):
         ...
 
     def serial(self, peer: PeerId) -> int | None:
-        """Serial number of the certificate that the peer is admitted by; None without a link."""
+        """Serial number of the certificate of a peer or of this node; None without a link."""
         ...
 
 
@@ -105,6 +105,8 @@ class TransportLinks:
             raise PeerLost(peer, str(error)) from error
 
     def serial(self, peer: PeerId) -> int | None:
+        if peer == self.me:
+            return self._transport.certificate.serial
         link = self._transport.link(peer)
         return None if link is None else link.certificate.serial
 

@@ -35,10 +35,11 @@ class OpenSession(Wire):
     """One session as a stage has to know it.
 
     ``capacity`` is the number of tokens to reserve. Rows before ``emit_from`` are computed but
-    their output goes nowhere: who comes next has it already. The last stage gets ``sampling``, and
-    draws the output token of index ``n`` from the row at position ``prompt + n - 1``. ``history``
-    says how many token ids of the session (prompt, then output) are in the message's payload, as
-    little-endian int32: all of them when penalties need them, otherwise none.
+    their output goes nowhere: who comes next has it already. ``exact``: its activations are not to
+    be rounded on the way. The last stage gets ``sampling``, and draws the output token of index
+    ``n`` from the row at position ``prompt + n - 1``. ``history`` says how many token ids of the
+    session (prompt, then output) are in the message's payload, as little-endian int32: all of them
+    when penalties need them, otherwise none.
     """
 
     session: Number
@@ -46,6 +47,7 @@ class OpenSession(Wire):
     emit_from: Number = 0
     prompt: Annotated[int, Field(ge=1, lt=1 << 24)]
     history: Annotated[int, Field(ge=0, lt=1 << 24)] = 0
+    exact: bool = False
     sampling: SamplingParams | None = None
 
 

@@ -98,6 +98,7 @@ class Ring:
             emit_from=emit_from,
             prompt=session.prompt,
             history=len(history),
+            exact=session.sampling.temperature > 0,
             sampling=session.sampling if last else None,
         )
         return described, np.array(history, "<i4").tobytes()

@@ -12,6 +12,7 @@ from inference.errors import GenerationError
 from inference.generation import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
+    from mesh.identity import PeerId
     from mesh.relay.ring import Route
 
 
@@ -48,6 +49,7 @@ class HeadSession:
     first_token: float = 0.0
     # Who runs it, and from which output token on.
     routes: list[tuple[int, Route]] = field(default_factory=list)
+    serials: dict[PeerId, int | None] = field(default_factory=dict)  # of their certificates
     spent: list[float] = field(default_factory=list)  # compute seconds by rank
 
     @property

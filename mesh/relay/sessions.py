@@ -69,6 +69,7 @@ class Session:
     capacity: int
     prompt: int
     emit_from: int
+    exact: bool
     sampling: SamplingParams | None
     history: list[int] | None  # token ids so far, where penalties need them
     accepted: int = 0
@@ -191,6 +192,7 @@ class SessionTable:
             capacity=wanted.capacity,
             prompt=wanted.prompt,
             emit_from=wanted.emit_from,
+            exact=wanted.exact,
             sampling=wanted.sampling,
             history=history if needed else None,
         )

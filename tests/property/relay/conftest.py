@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import trio
 
-from inference.errors import GenerationError
 from inference.generation import SamplingParams
 from inference.paged import StageRange
 from inference.sampling import Sampled, Sampler, sample
@@ -51,6 +50,7 @@ class ToyStage:
         self._kv: dict[int, list[list[bytes]]] = {}  # session -> position -> state per layer
         self.positions = 0  # computed in all
         self.largest = 0  # sessions in one step
+        self.broken: set[int] = set()  # sessions that it refuses
 
     def __contains__(self, session: int) -> bool:
         return session in self._kv
@@ -89,7 +89,7 @@ class ToyStage:
         )
 
     def _check(self, part: Part) -> None:
-        if part.session not in self._kv:
+        if part.session not in self._kv or part.session in self.broken:
             raise StageRefusal("unknown_session", "not open", part.session)
         if part.past > len(self._kv[part.session]):
             raise StageRefusal("bad_past", "too much", part.session)
@@ -214,7 +214,12 @@ class World:
                     await trio.sleep_forever()
 
     def check(self, one: PeerId, other: PeerId) -> None:
-        if other in self.dead or one in self.dead or frozenset((one, other)) in self.cuts:
+        if (
+            other not in self.relays
+            or other in self.dead
+            or one in self.dead
+            or frozenset((one, other)) in self.cuts
+        ):
             raise PeerLost(other, "no link")
 
     async def pause(self, to: PeerId) -> None:
@@ -255,8 +260,6 @@ class World:
         """The process is gone; every link to it breaks at once."""
         self.dead.add(victim)
         self._scopes[victim].cancel()
-        for queue in self._queues.values():
-            queue.clear() if False else None
         for other, relay in self.relays.items():
             if other not in self.dead:
                 relay.link_down(victim)
@@ -270,7 +273,9 @@ class World:
         self.relays[one].link_down(other)
         self.relays[other].link_down(one)
 
-    def spare(self, model: str, first: int, last: int, unwanted: frozenset[PeerId]) -> PeerId | None:
+    def spare(
+        self, model: str, first: int, last: int, unwanted: frozenset[PeerId]
+    ) -> PeerId | None:
         found = [
             node
             for node, stage in self.stages.items()
@@ -283,15 +288,13 @@ class World:
     def head(self, *route: PeerId, **options: Any) -> ChainHead:
         hops = [Hop(n, self.stages[n].range.first, self.stages[n].range.last) for n in route]
         layers = hops[-1].last
-        return ChainHead(
-            self.relays[route[0]], DIGEST, layers, hops, spare=self.spare, **options
-        )
+        return ChainHead(self.relays[route[0]], DIGEST, layers, hops, spare=self.spare, **options)
 
     async def empty(self) -> None:
         """Wait until no living stage holds anything of a session."""
         with trio.fail_after(5):
             for node, stage in self.stages.items():
-                while node not in self.dead and (
+                while node not in self.dead and (  # noqa: ASYNC110 (polling is the test's business)
                     stage.sessions
                     or self.hosts[node].table.used
                     or self.hosts[node].kept.bytes
@@ -308,13 +311,16 @@ async def open_world(seed: int = 0, delay: float = 0.0) -> AsyncIterator[World]:
         nursery.cancel_scope.cancel()
 
 
+GREEDY = SamplingParams(temperature=0.0)
+
+
 @dataclass
 class Ask:
     """One generation. Token 63 ends it when ``ends`` says so."""
 
     prompt: list[int]
     output: int
-    sampling: SamplingParams = SamplingParams(temperature=0.0)
+    sampling: SamplingParams = GREEDY
     resume: list[int] = field(default_factory=list)
     ends: frozenset[int] = frozenset()
 
@@ -349,15 +355,13 @@ async def collect(head: ChainHead, ask: Ask, stop_after: int | None = None) -> l
     return tokens
 
 
-@dataclass
 class Toys:
     """What tests use of this module."""
 
-    open_world: Any = staticmethod(open_world)
-    collect: Any = staticmethod(collect)
-    Ask: Any = Ask
-    peer: Any = staticmethod(peer)
-    GenerationError: Any = GenerationError
+    open_world = staticmethod(open_world)
+    collect = staticmethod(collect)
+    Ask = Ask
+    peer = staticmethod(peer)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -30,7 +31,7 @@ def test_any_cut_gives_the_tokens_of_the_uncut_model(toys, cuts, sessions) -> No
         async with toys.open_world(1) as world:
             nodes = [
                 await world.add(f"n{i}", a, b, 6)
-                for i, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False))
+                for i, (a, b) in enumerate(itertools.pairwise(cuts))
             ]
             head = world.head(*nodes)
             wanted = asks(toys, random.Random(3), sessions)

@@ -1,4 +1,4 @@
-"""Stages are lost at random moments, again while a loss is being mended, and with late frames about."""
+"""Stages are lost at random moments, also while a loss is being mended, with late frames about."""
 
 from __future__ import annotations
 
@@ -19,7 +19,15 @@ async def ring(world, spares: int = 2, **options):
     """A chain of four stages, with spares for all but the first."""
     first = await world.add("head", 0, 2, 8)
     rest = []
-    for name, a, b in (("b", 2, 3, ), ("c", 3, 6), ("d", 6, 8)):
+    for name, a, b in (
+        (
+            "b",
+            2,
+            3,
+        ),
+        ("c", 3, 6),
+        ("d", 6, 8),
+    ):
         rest.append(await world.add(name, a, b, 8, **options))
         for number in range(spares):
             await world.add(f"{name}{number}", a, b, 8, **options)
