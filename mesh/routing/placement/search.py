@@ -10,7 +10,7 @@ other: each is the best within some neighbourhoods of machines that are close to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -22,7 +22,8 @@ EXACT = 8
 AUTO_CHAINS = 16  # the most that a want without a number of replicas gets
 _SEEDS = 6
 _POOL = 8
-_SWAPS = 64  # improvements of one chain after the other, at most
+_IMPROVED = 48  # machines; up to so many the chains that were found are worked over
+_WINDOWS = 60  # windows that are laid out again, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,10 @@ def _most_disjoint(
 
 def _heuristic(finder: ChainFinder, limit: int, nodes: int, fastest: ChainPlan | None) -> Found:
     plans = [_one_by_one(finder, limit, nodes, fastest, tight=tight) for tight in (False, True)]
-    return min((_swapped(finder, plan, fastest) for plan in plans), key=lambda found: found.order)
+    return min(
+        (_improved(finder, plan, limit, nodes, fastest) for plan in plans),
+        key=lambda found: found.order,
+    )
 
 
 def _one_by_one(
@@ -284,31 +288,47 @@ def _long(finder: ChainFinder, pool: Sequence[Machine]) -> ChainPlan | None:
     return None
 
 
-def _swapped(finder: ChainFinder, found: Found, fastest: ChainPlan | None) -> Found:
-    """Exchange single machines, between chains and with free ones, while that makes them faster."""
-    chains = list(found.chains)
-    if len(finder.machines) > 8 * _POOL:
+def _improved(
+    finder: ChainFinder, found: Found, limit: int, nodes: int, fastest: ChainPlan | None
+) -> Found:
+    """Lay out some of it again exactly, a window of machines at a time, while that makes it better.
+
+    A window holds one or two chains and some free machines.
+    """
+    if len(finder.machines) > _IMPROVED:
         return found  # in a large mesh the neighbourhoods have enough to choose from
-    for _ in range(_SWAPS):
-        better = _first_better(finder, chains, fastest)
-        if better is None:
+    best = found
+    tried: set[tuple[str, ...]] = set()
+    for _ in range(_WINDOWS):
+        window = next((w for w in _windows(finder, best) if _names(w) not in tried), None)
+        if window is None:
             break
-        chains = better
-    return Found(_sorted(chains), found.faster_alone)
+        tried.add(_names(window))
+        inside = set(_names(window))
+        kept = [chain for chain in best.chains if not inside & set(chain.peers)]
+        bound = nodes - sum(len(chain.stages) for chain in kept)
+        small = ChainFinder(finder.want, window, finder.network)
+        again = _exact(small, limit - len(kept), bound, fastest)
+        candidate = Found(_sorted([*kept, *again.chains]), best.faster_alone)
+        if candidate.order < best.order:
+            best = candidate
+            tried.clear()
+    return best
 
 
-def _first_better(
-    finder: ChainFinder, chains: list[ChainPlan], fastest: ChainPlan | None
-) -> list[ChainPlan] | None:
-    used = {peer for chain in chains for peer in chain.peers}
-    free = [machine for machine in finder.machines if machine.peer not in used]
-    for index, chain in enumerate(chains):
-        if len(chain.stages) > EXACT // 2 or len(chain.stages) < 2:
-            continue
-        for peer in chain.peers:
-            others = [finder.by_peer[p] for p in chain.peers if p != peer]
-            for machine in free:
-                fresh = finder.best([*others, machine])
-                if fresh is not None and fresh.prediction.cost < chain.prediction.cost * 0.999:
-                    return [*chains[:index], fresh, *chains[index + 1 :]]
-    return None
+def _names(machines: Sequence[Machine]) -> tuple[str, ...]:
+    return tuple(machine.peer for machine in machines)
+
+
+def _windows(finder: ChainFinder, found: Found) -> Iterator[list[Machine]]:
+    used = {peer for chain in found.chains for peer in chain.peers}
+    free = [m for m in finder.machines if m.peer not in used and finder.room(m)]
+    free.sort(key=lambda m: (-finder.room(m), m.peer))
+    for count in (2, 1):
+        for group in combinations(found.chains, count):
+            inside = [finder.by_peer[peer] for chain in group for peer in chain.peers]
+            room = EXACT - len(inside)
+            for start in range(0, max(1, len(free)), max(1, room)):
+                if room >= 0:
+                    window = [*inside, *free[start : start + room]]
+                    yield sorted(window, key=lambda m: m.peer)

@@ -359,23 +359,18 @@ def random_mesh(rng, count, layers=12):
 def test_the_heuristic_is_within_a_tenth_of_the_best():
     """One chain and several, on meshes that are small enough to try everything."""
     worst = 1.0
-    for seed in range(24):
+    for seed in range(30):
         rng = random.Random(seed)
-        want, machines, net = random_mesh(rng, rng.choice([6, 8, 9]))
+        want, machines, net = random_mesh(rng, rng.choice([6, 8, 9, 10]))
         for replicas in (1, None):
             wanted = replace(want, replicas=replicas)
-            exact = find_chains(wanted, machines, net, exact=9)
+            exact = find_chains(wanted, machines, net, exact=10)
             quick = find_chains(wanted, machines, net, exact=0)
-            speed = sum(chain.prediction.tokens_per_second for chain in exact.chains)
-            reached = sum(chain.prediction.tokens_per_second for chain in quick.chains)
-            assert len(quick.chains[:1]) == len(exact.chains[:1])
-            if replicas == 1 and exact.chains:
-                assert len(quick.chains[0].stages) == len(exact.chains[0].stages)
-                assert quick.order[2] <= exact.order[2] * 1.1
-            if speed:
-                worst = min(worst, reached / speed)
-    print(f"heuristic: at least {worst:.0%} of the tokens per second of the best layout")
-    assert worst >= 0.9
+            assert quick.order[:2] == exact.order[:2]
+            if exact.chains:
+                worst = max(worst, quick.order[2] / exact.order[2])
+    print(f"heuristic: at most {worst - 1:.1%} more seconds than the best layout")
+    assert worst <= 1.1
 
 
 def test_a_large_mesh_is_planned_in_moderate_time():
