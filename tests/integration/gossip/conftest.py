@@ -18,6 +18,7 @@ from ca.crl import build_crl
 from ca.issue import issue, make_root
 from mesh.gossip.advert import Holding
 from mesh.gossip.service import GossipService
+from mesh.gossip.view import View
 from mesh.identity import Identity, TrustStore, identity_of
 from mesh.transport import Transport, TransportConfig
 
@@ -39,11 +40,15 @@ class Node:
         return {n.peer for n in self.gossip.view.alive}
 
     async def sees(self, *others: Node, within: float = 10.0) -> None:
-        """Waits until exactly these others are alive in its view."""
+        """Waits until exactly these others are alive in its view, and linked."""
         wanted = {n.peer for n in others}
+
+        def holds(view: View) -> bool:
+            return {n.peer for n in view.alive} == wanted and all(n.link for n in view.alive)
+
         try:
             with trio.fail_after(within):
-                await self.gossip.wait_until(lambda v: {n.peer for n in v.alive} == wanted)
+                await self.gossip.wait_until(holds)
         except trio.TooSlowError:
             raise AssertionError(f"sees {self.alive()}, not {wanted}") from None
 
