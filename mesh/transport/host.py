@@ -87,14 +87,23 @@ def build_host(
 
 
 def _quieten(swarm: Any) -> None:
-    """Keep the swarm from dialling by itself. With all its watermarks at zero it still aims at half
-    of the connections that it may have, and dials whatever is in its address book."""
+    """Keep the swarm from dialling by itself: links do that, and know when not to.
+
+    With all its watermarks at zero it still aims at half of the connections that it may have, and
+    dials whatever is in its address book; and a stream wanted by gossip to a peer that has just
+    gone would bring the connection back.
+    """
 
     async def nothing(*_: Any) -> None:
         await trio.lowlevel.checkpoint()
 
+    async def refuse(peer: Any) -> None:
+        await trio.lowlevel.checkpoint()
+        raise SwarmException(f"there is no link to {peer}")
+
     swarm.auto_connector.run_background_task = nothing
     swarm.auto_connector.maybe_connect = nothing
+    swarm.dial_peer = refuse
 
 
 def _guard(swarm: Any, is_admitted: Callable[[Any], bool]) -> None:

@@ -15,11 +15,14 @@ from typing import Any
 
 import trio
 from libp2p.kad_dht.kad_dht import DHTMode, KadDHT
+from libp2p.network.exceptions import SwarmException
 from libp2p.peer.id import ID
+from libp2p.peer.peerstore import PeerStoreError
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
 from mesh.identity import PeerId
+from mesh.transport.errors import TransportError
 from mesh.transport.keeper import dialable
 from mesh.transport.link import Link
 from mesh.transport.links import Links, LinkUp
@@ -28,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _REMEMBER = 3600  # seconds for which an address stays in the library's address book
 _LOOKUP = 10.0  # seconds
+_DIAL = 3.0  # seconds for each peer on the way
 
 
 class Lookup:
@@ -46,10 +50,23 @@ class Lookup:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
+        self._host.get_network().dial_peer = self._dial
         async with background_trio_service(self._table), trio.open_nursery() as nursery:
             nursery.start_soon(self._learn)
             yield
             nursery.cancel_scope.cancel()
+
+    async def _dial(self, peer: ID) -> list[Any]:
+        """The library wants a connection to a peer on the way to another: it gets a link."""
+        name = PeerId(peer.to_base58())
+        book = self._host.get_peerstore()
+        try:
+            addresses = [f"{address}/p2p/{name}" for address in book.addrs(peer)]
+            await self._links.link_to(name, addresses, timeout=_DIAL)
+        except (TransportError, PeerStoreError) as error:
+            raise SwarmException(f"{name} cannot be reached: {error}") from error
+        connections: list[Any] = self._host.get_network().get_connections(peer)
+        return connections
 
     async def _learn(self) -> None:
         async with self._links.events() as events:

@@ -253,12 +253,17 @@ class Links:
                 winner.append(connection)
             nursery.cancel_scope.cancel()
 
-        async with trio.open_nursery() as nursery:
-            for address in targets:
-                failed = trio.Event()
-                nursery.start_soon(attempt, address, failed)
-                with trio.move_on_after(_STAGGER):
-                    await failed.wait()
+        try:
+            async with trio.open_nursery() as nursery:
+                for address in targets:
+                    failed = trio.Event()
+                    nursery.start_soon(attempt, address, failed)
+                    with trio.move_on_after(_STAGGER):
+                        await failed.wait()
+        except BaseException:
+            for connection in winner:
+                connection.shut(reason="dial given up")
+            raise
         if winner:
             return winner[0]
         raise next((e for e in errors if isinstance(e, NotAdmitted)), errors[0])
