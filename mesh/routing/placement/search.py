@@ -24,6 +24,7 @@ _SEEDS = 6
 _POOL = 8
 _IMPROVED = 48  # machines; up to so many the chains that were found are worked over
 _WINDOWS = 60  # windows that are laid out again, at most
+_WINDOW = 9  # machines in one
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +294,7 @@ def _improved(
 ) -> Found:
     """Lay out some of it again exactly, a window of machines at a time, while that makes it better.
 
-    A window holds one or two chains and some free machines.
+    A window holds up to three chains and some free machines.
     """
     if len(finder.machines) > _IMPROVED:
         return found  # in a large mesh the neighbourhoods have enough to choose from
@@ -324,10 +325,10 @@ def _windows(finder: ChainFinder, found: Found) -> Iterator[list[Machine]]:
     used = {peer for chain in found.chains for peer in chain.peers}
     free = [m for m in finder.machines if m.peer not in used and finder.room(m)]
     free.sort(key=lambda m: (-finder.room(m), m.peer))
-    for count in (2, 1):
+    for count in (3, 2, 1):
         for group in combinations(found.chains, count):
             inside = [finder.by_peer[peer] for chain in group for peer in chain.peers]
-            room = EXACT - len(inside)
+            room = _WINDOW - len(inside)
             for start in range(0, max(1, len(free)), max(1, room)):
                 if room >= 0:
                     window = [*inside, *free[start : start + room]]
