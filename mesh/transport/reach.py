@@ -211,6 +211,7 @@ class Reachability:
                 )
             except (TransportError, ValueError):
                 return
+            connection.is_punching = True
             try:
                 await connection.wait_open()
             except BaseException as error:

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 Validator = Callable[[PeerId, bytes], bool]
 
 MAX_MESSAGE = 64 << 10  # bytes of one message; adverts are 4 KB
+_LOOK_AGAIN = (1.0, 3.0, 10.0, 30.0)  # seconds between looks whether a peer is in
 _QUEUE = 1024  # messages that wait for a subscriber of ours
 
 
@@ -77,6 +78,20 @@ class Topics:
                 self._nursery = nursery
                 yield
                 nursery.cancel_scope.cancel()
+
+    async def ensure(self, peer: PeerId, is_linked: Callable[[], bool]) -> None:
+        """See to it that a linked peer takes part in gossip.
+
+        The library tries once when the peer connects, and gives up for good when the stream cannot
+        be negotiated in that moment.
+        """
+        member = ID.from_string(peer)
+        for wait in _LOOK_AGAIN:
+            await trio.sleep(wait)
+            if not is_linked():
+                return
+            if member not in self._pubsub.peers:
+                self._pubsub._schedule_peer_stream_retry(member)
 
     async def publish(self, topic: str, data: bytes) -> None:
         """Send to all subscribers of ``topic``. Raises ValueError when it is too large."""

@@ -6,10 +6,12 @@ This is the face of the package; what it needs from py-libp2p is behind the modu
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import MappingProxyType
@@ -28,7 +30,7 @@ from mesh.transport.kademlia import Lookup
 from mesh.transport.keeper import MAX_KEPT, Keeper
 from mesh.transport.link import Link
 from mesh.transport.linkbench import ECHO, SINK, SOURCE, BenchServices
-from mesh.transport.links import LinkEvent, Links
+from mesh.transport.links import LinkEvent, Links, LinkUp
 from mesh.transport.liveness import LivenessPolicy
 from mesh.transport.mdns import LocalDiscovery
 from mesh.transport.observe import ObservedAddresses
@@ -173,7 +175,16 @@ class Transport:
         if failure is not None:
             raise failure
 
+    async def _keep_gossip(self) -> None:
+        """Peers with a link are in gossip, too."""
+        async with trio.open_nursery() as nursery, self.events() as events:
+            async for event in events:
+                if isinstance(event, LinkUp):
+                    is_linked = partial(operator.attrgetter("is_up"), event.link)
+                    nursery.start_soon(self._topics.ensure, event.link.peer, is_linked)
+
     async def _find_peers(self, nursery: trio.Nursery) -> None:
+        nursery.start_soon(self._keep_gossip)
         nursery.start_soon(self._reach.run)
         if self.config.upnp and (own := self._own_endpoints()):
             mapping = PortMapping(own[0][1], self._port_mapped)

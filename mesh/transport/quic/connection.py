@@ -36,6 +36,10 @@ logger = logging.getLogger(__name__)
 
 REFUSED = 0x10E  # application error code: the peer is not admitted
 _STREAM_GIVEN_UP = 0x00
+# A host that says so again and again over this many seconds, with no packet of the peer between,
+# has nobody on that port. One answer proves nothing: it can be forged, or come from a router.
+_REFUSED_FOR = 0.6
+_ASK_AGAIN = 0.12  # seconds between packets sent to get such an answer
 
 
 class State(Enum):
@@ -62,6 +66,7 @@ class MeshConnection(IMuxedConn):
         self.peer_id = expected
         self.certificate: Certificate | None = None
         self.close_reason = ""
+        self.is_punching = False  # into a NAT that may refuse at first
         self.event_started = trio.Event()
         self.timer_at: float | None = None  # this and the next are kept by the endpoint
         self.timer_key: int | None = None
@@ -82,6 +87,8 @@ class MeshConnection(IMuxedConn):
         self._path: Any = None
         self._keepalive_at = 0.0
         self._refusal: str | None = None
+        self._refused_since: float | None = None
+        self._ask_at: float | None = None
 
     # -- driven by the endpoint ---------------------------------------------------------------
 
@@ -180,12 +187,30 @@ class MeshConnection(IMuxedConn):
         if engine_at is not None and engine_at <= now:
             self.engine.handle_timer(now)
             self.engine.review_congestion()
+        if self._ask_at is not None and now >= self._ask_at:
+            self._ask_at = None
+            self.engine.send_ping(0)
         if self.state is State.OPEN and now >= self._keepalive_at:
             self.engine.send_ping(0)
         self.pump()
 
+    def refused(self, now: float) -> None:
+        """The peer's host says that nobody listens where the peer was."""
+        if self.state is State.CLOSED or (self.is_punching and self.state is State.HANDSHAKE):
+            return
+        if self._refused_since is None or self.engine.last_received > self._refused_since:
+            self._refused_since = now
+        if now - self._refused_since >= _REFUSED_FOR:
+            self.engine.close(reason_phrase="nobody listens there")
+            self._terminated("nobody listens there any more")
+            return
+        self._ask_at = now + _ASK_AGAIN
+        self._endpoint.flush(self)
+
     def next_timer(self) -> float | None:
         timer: float | None = self.engine.get_timer()
+        if self._ask_at is not None:
+            timer = self._ask_at if timer is None else min(timer, self._ask_at)
         if self.state is State.OPEN:
             # Any packet from the peer restarts the wait: only an idle path needs a ping.
             self._keepalive_at = self.engine.last_received + self._endpoint.keepalive

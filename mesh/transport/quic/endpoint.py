@@ -168,9 +168,17 @@ class Endpoint:
                 touched[connection] = None
             for connection in touched:
                 connection.pump()
+            for address in udp.take_refusals():
+                self._refused(address, now)
             # While this waits for the next datagram it must not keep a closed connection alive.
             touched.clear()
             connection = None
+
+    def _refused(self, address: Address, now: float) -> None:
+        """A host says that nobody listens on a port: the process of a peer may have ended."""
+        for connection in list(self._connections):
+            if connection.engine.get_peer_address() == address:
+                connection.refused(now)
 
     def _new_connection(
         self, udp: UdpSocket, data: bytes, address: Address

@@ -28,6 +28,7 @@ _UDP_SEGMENT = 103
 _UDP_GRO = 104
 _IP_MTU_DISCOVER, _IPV6_MTU_DISCOVER, _PMTUDISC_PROBE = 10, 23, 3  # linux/in.h, linux/in6.h
 _IP_DONTFRAG, _IPV6_DONTFRAG = 28, 62  # macOS
+_IP_RECVERR, _IPV6_RECVERR, _MSG_ERRQUEUE = 11, 25, 0x2000  # linux/in.h, linux/socket.h
 _LARGEST_BATCH = 60_000  # bytes in one call: below the 64 KB of a UDP length with headers
 _MOST_SEGMENTS = 60  # the kernel takes 64
 _BUFFER = 4 << 20  # bytes of kernel buffer asked for in each direction
@@ -62,8 +63,10 @@ class UdpSocket:
         for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
             self._try_option(socket.SOL_SOCKET, option, _BUFFER)
         self.can_forbid_fragments = self._forbid_fragments()
+        self._reports_refusals = self._ask_for_refusals()
         self._segments = sys.platform == "linux"
         self._joins = sys.platform == "linux" and self._try_option(_SOL_UDP, _UDP_GRO, 1)
+        self.refused: list[Address] = []
         self._backlog: deque[tuple[bytes, Address]] = deque()
         self._backlog_ready = trio.Event()
         self.closed = False
@@ -85,6 +88,15 @@ class UdpSocket:
         if sys.platform == "darwin":
             return self._try_option(level, _IPV6_DONTFRAG if ipv6 else _IP_DONTFRAG, 1)
         return False
+
+    def _ask_for_refusals(self) -> bool:
+        """Have the kernel say when a host answers that nobody listens on a port there. (Linux;
+        without it the death of a peer's process is only noticed by its silence.)"""
+        if sys.platform != "linux":
+            return False
+        if self.family == socket.AF_INET6:
+            return self._try_option(socket.IPPROTO_IPV6, _IPV6_RECVERR, 1)
+        return self._try_option(socket.IPPROTO_IP, _IP_RECVERR, 1)
 
     @property
     def host(self) -> str:
@@ -126,12 +138,32 @@ class UdpSocket:
                 if self.closed:
                     return
                 logger.debug("receive: %s", error)
+                self._read_refusals()
                 continue
             if 0 < size < len(data):
                 for start in range(0, len(data), size):
                     yield data[start : start + size], address
             else:
                 yield data, address
+
+    def _read_refusals(self) -> None:
+        """Empty the socket's queue of errors, which otherwise stays readable for ever."""
+        while self._reports_refusals:
+            try:
+                _, ancillary, _, address = self._socket.recvmsg(0, 512, _MSG_ERRQUEUE)
+            except OSError:
+                return
+            for _, _, value in ancillary:
+                # struct sock_extended_err begins with the errno.
+                if len(value) >= 4 and struct.unpack_from("I", value)[0] == errno.ECONNREFUSED:
+                    self.refused.append(address)
+
+    def take_refusals(self) -> list[Address]:
+        """Addresses that have answered that nobody listens there, since the last call."""
+        if self._reports_refusals:
+            self._read_refusals()
+        refused, self.refused = self.refused, []
+        return refused
 
     # -- sending ------------------------------------------------------------------------------
 

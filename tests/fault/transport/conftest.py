@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from mesh.identity import TrustStore
+from ca.certificate import load_root
+from ca.issue import issue, make_root
+from ca.naming import Role
+from mesh.identity import TrustStore, identity_of
 from mesh.transport import Transport, TransportConfig
 
 PROXY = Path(__file__).with_name("udp_proxy.py")
@@ -61,6 +65,26 @@ class Pairs:
         trust = TrustStore(self._authority.network, [self._authority.root], self._folder / name)
         identity = self._authority.identity(name, now=time.time())
         return Transport.open(config or TransportConfig(listen=(LOOPBACK,)), identity, trust)
+
+    def member(self, network: str, seed: str, name: str) -> Any:
+        """A transport of the network whose CA key comes from ``seed`` (see nat_node.py)."""
+        ca_key = Ed25519PrivateKey.from_private_bytes(seed.encode().ljust(32, b"."))
+        now = time.time()
+        root = load_root(make_root(ca_key, network, serial=1, now=now - 3600))
+        key = Ed25519PrivateKey.generate()
+        certificate = issue(
+            ca_key,
+            root.der,
+            network=network,
+            name=name,
+            public_key=key.public_key(),
+            roles=[Role.SERVE, Role.USE],
+            serial=3,
+            now=now,
+        )
+        identity = identity_of(key, [certificate], [root], now=now)
+        trust = TrustStore(network, [root], self._folder / name)
+        return Transport.open(TransportConfig(listen=(LOOPBACK,)), identity, trust)
 
     @contextmanager
     def path(self, address: str, options: str = "") -> Iterator[FaultyPath]:

@@ -53,7 +53,16 @@ class Node:
 
     def __init__(self, namespace: str, name: str, address: str) -> None:
         self._process = subprocess.Popen(
-            ["ip", "netns", "exec", namespace, sys.executable, str(HERE / "nat_node.py"), name, address],
+            [
+                "ip",
+                "netns",
+                "exec",
+                namespace,
+                sys.executable,
+                str(HERE / "nat_node.py"),
+                name,
+                address,
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import subprocess
+import sys
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
 
-from mesh.transport import Lane, LinkUp, Message, Request, Transport
+from mesh.transport import Lane, LinkClosed, LinkUp, Message, Request, Transport
 
 FRAMES = 300
 
@@ -162,3 +166,32 @@ def test_datagrams_grow_to_what_the_path_takes(pairs: Any) -> None:
             assert engine.mtu.size > 10_000
 
     trio.run(main)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of refused datagrams")
+def test_killed_peer_is_noticed_long_before_its_silence_is(pairs: Any) -> None:
+    async def main(node: subprocess.Popen[str]) -> None:
+        assert node.stdout is not None
+        hello = json.loads(node.stdout.readline())
+        async with pairs.member("nat", "nat test", "client") as client:
+            link = await client.connect(hello["addresses"][0])
+            async with link.stream("transport.source", 1 << 30) as call:
+                await anext(call)
+                node.kill()
+                began = trio.current_time()
+                with trio.fail_after(8), pytest.raises(LinkClosed):
+                    async for _ in call:
+                        pass
+                assert trio.current_time() - began < 5
+
+    node = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("nat_node.py")), "victim", "127.0.0.1"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        trio.run(main, node)
+    finally:
+        node.kill()
+        node.wait()
