@@ -406,6 +406,21 @@ class Link:
                     await trio.sleep_forever()
                 await self._busy_changed.wait()
 
+    async def check(self, seconds: float = 4.0) -> None:
+        """Ask the peer for a sign of life now; without one in time the link is down.
+
+        For when the network has changed: our packets then come from another address, which a peer
+        that dialled us takes for a stranger's, so waiting would be in vain.
+        """
+        asked = self._clock()
+        deadline = asked + seconds
+        while self.is_up and self._carrier.last_heard <= asked:
+            if self._clock() >= deadline:
+                self.down("no answer after the network changed")
+                return
+            self.tell(FrameKind.PING, b"")
+            await trio.sleep(seconds / 8)
+
     # -- moving -------------------------------------------------------------------------------
 
     async def move(self, carrier: Carrier) -> None:

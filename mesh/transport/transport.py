@@ -33,6 +33,7 @@ from mesh.transport.linkbench import ECHO, SINK, SOURCE, BenchServices
 from mesh.transport.links import LinkEvent, Links, LinkUp
 from mesh.transport.liveness import LivenessPolicy
 from mesh.transport.mdns import LocalDiscovery
+from mesh.transport.netwatch import watch_network
 from mesh.transport.observe import ObservedAddresses
 from mesh.transport.opening import LINK_PROTOCOL, Door
 from mesh.transport.portmap import PortMapping
@@ -183,8 +184,15 @@ class Transport:
                     is_linked = partial(operator.attrgetter("is_up"), event.link)
                     nursery.start_soon(self._topics.ensure, event.link.peer, is_linked)
 
+    def _network_changed(self, nursery: trio.Nursery) -> None:
+        """See which links still work, and dial again what does not."""
+        for link in list(self.links.values()):
+            nursery.start_soon(link.check)
+        self._keeper.hurry()
+
     async def _find_peers(self, nursery: trio.Nursery) -> None:
         nursery.start_soon(self._keep_gossip)
+        nursery.start_soon(watch_network, partial(self._network_changed, nursery))
         nursery.start_soon(self._reach.run)
         if self.config.upnp and (own := self._own_endpoints()):
             mapping = PortMapping(own[0][1], self._port_mapped)

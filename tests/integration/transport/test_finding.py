@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import socket
+import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -13,6 +16,7 @@ import pytest
 import trio
 
 from mesh.transport import LinkDown, LinkUp, ListenError, Transport, TransportConfig
+from mesh.transport.netwatch import watch_network
 from mesh.transport.portmap import PortMapping
 
 LOOPBACK = "/ip4/127.0.0.1/udp/0/quic-v1"
@@ -214,3 +218,35 @@ def test_router_gives_and_gets_back_a_udp_port() -> None:
     assert heard == [("203.0.113.7", 4001)]
     assert "AddPortMapping 4001 UDP" in Router.asked
     assert "DeletePortMapping 4001 UDP" in Router.asked
+
+
+def test_change_of_the_network_is_noticed() -> None:
+    if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("changing an address needs Linux, root and iproute2")
+
+    async def main() -> None:
+        noticed = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch_network, noticed.set)
+            await trio.sleep(0.1)
+            for verb in ("add", "del"):
+                await trio.run_process(["ip", "addr", verb, "127.77.0.1/32", "dev", "lo"])
+            with trio.fail_after(5):
+                await noticed.wait()
+            nursery.cancel_scope.cancel()
+
+    trio.run(main)
+
+
+def test_link_that_does_not_survive_a_change_is_given_up(network: Any) -> None:
+    async def main() -> None:
+        async with network.open("a") as a, network.open("b") as b:
+            link = await a.connect(b.addresses[0])
+            await link.check(1.0)
+            assert link.is_up
+            connection = b.links[a.peer_id].carrier.connection
+            b._quic.endpoint.forget(connection)  # from here on b hears nothing of it
+            await link.check(1.0)
+            assert not link.is_up
+
+    trio.run(main)
