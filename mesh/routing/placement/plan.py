@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from mesh.identity import PeerId
 from mesh.routing.placement.facts import Machine, Network, Want
 from mesh.routing.placement.predict import ChainPlan, StagePlan
-from mesh.routing.placement.search import find_chains
+from mesh.routing.placement.search import AUTO_CHAINS, find_chains
+
+NONE: frozenset[PeerId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +62,18 @@ def in_order(wants: Sequence[Want]) -> list[Want]:
     return sorted(wants, key=lambda want: (want.model.name, want.model.digest))
 
 
-def make_plan(wants: Sequence[Want], machines: Sequence[Machine], network: Network) -> Plan:
-    """The same arguments, in any order, give the same plan."""
+def make_plan(
+    wants: Sequence[Want],
+    machines: Sequence[Machine],
+    network: Network,
+    given: Mapping[str, ModelPlan] = MappingProxyType({}),
+    avoid: Mapping[str, frozenset[PeerId]] = MappingProxyType({}),
+) -> Plan:
+    """The same arguments, in any order, give the same plan.
+
+    ``given``, by digest: chains that are there whatever the plan, in memory that is not counted.
+    ``avoid``: machines that are to hold nothing (more) of a model.
+    """
     room = Room(machines)
     wants = in_order(wants)
     plans: dict[str, ModelPlan] = {}
@@ -68,10 +81,17 @@ def make_plan(wants: Sequence[Want], machines: Sequence[Machine], network: Netwo
     rounds = (1, None) if len(wants) > 1 else (None,)
     for most in rounds:
         for want in wants:
-            before = plans.get(want.model.digest, ModelPlan(want, ()))
-            plans[want.model.digest] = plan_model(want, room, network, before=before, most=most)
+            digest = want.model.digest
+            before = plans.get(digest, given.get(digest, ModelPlan(want, ())))
+            if most is None or not before.chains:
+                plans[digest] = plan_model(
+                    want, room, network, before=before, avoid=avoid.get(digest, NONE), most=most
+                )
+            else:
+                plans[digest] = before
     for want in wants:
-        plans[want.model.digest] = with_spares(plans[want.model.digest], room)
+        digest = want.model.digest
+        plans[digest] = with_spares(plans[digest], room, avoid.get(digest, NONE))
     return Plan(tuple(plans[want.model.digest] for want in wants))
 
 
@@ -105,20 +125,22 @@ def plan_model(
     network: Network,
     *,
     before: ModelPlan,
+    avoid: frozenset[PeerId] = NONE,
     most: int | None = None,
 ) -> ModelPlan:
     """``before`` with at most ``most`` further chains; what they need is taken of ``room``.
 
-    Machines that already hold some of the model are left alone.
+    Machines that already hold some of the model are left alone, and those to ``avoid``.
     """
     used = frozenset(stage.peer for stage in before.stages)
-    replicas = None if want.replicas is None else max(0, want.replicas - len(before.chains))
+    replicas = AUTO_CHAINS if want.replicas is None else want.replicas
+    replicas -= len(before.chains)
     if most is not None:
-        replicas = most if replicas is None else min(most, replicas)
-    if replicas == 0:
+        replicas = min(most, replicas)
+    if replicas <= 0:
         return before
     nodes = None if want.max_nodes is None else max(0, want.max_nodes - len(used))
-    machines = room.machines(without=used)
+    machines = room.machines(without=used | avoid)
     alone = min(
         (chain for chain in before.chains if len(chain.stages) == 1),
         key=lambda chain: chain.order,
@@ -139,7 +161,7 @@ def plan_model(
             )
         elif not chains:
             notes.append(_what_is_missing(want, machines))
-        elif replicas is not None and len(found.chains) < replicas:
+        elif want.replicas is not None and len(found.chains) < replicas:
             notes.append(
                 f"{len(chains)} of {want.replicas} replicas fit: the machines that are left "
                 "cannot hold every layer once more"
@@ -162,7 +184,7 @@ def megabytes(size: int) -> str:
     return f"{size / 1e6:,.0f} MB"
 
 
-def with_spares(plan: ModelPlan, room: Room) -> ModelPlan:
+def with_spares(plan: ModelPlan, room: Room, avoid: frozenset[PeerId] = NONE) -> ModelPlan:
     """``plan`` with copies of its stages on machines that hold nothing of the model yet.
 
     Only where the number of replicas is left to the mesh, and only of chains with several stages.
@@ -183,12 +205,12 @@ def with_spares(plan: ModelPlan, room: Room) -> ModelPlan:
     spares = list(plan.spares)
     left = None if want.max_nodes is None else want.max_nodes - len(used)
     for machine in room.machines():
-        if machine.peer in used or left == 0:
+        if machine.peer in used or machine.peer in avoid or left == 0:
             continue
         fitting = [
             (copies[first, last], -(last - first), first, last)
             for first, last in ranges
-            if want.stage_bytes(first, last) <= machine.memory
+            if copies[first, last] < AUTO_CHAINS and want.stage_bytes(first, last) <= machine.memory
         ]
         if not fitting:
             continue
@@ -199,12 +221,3 @@ def with_spares(plan: ModelPlan, room: Room) -> ModelPlan:
         copies[first, last] += 1
         left = None if left is None else left - 1
     return replace(plan, spares=tuple(spares))
-
-
-def by_peer(plan: Plan) -> Mapping[PeerId, tuple[tuple[Want, StagePlan], ...]]:
-    """What each node holds."""
-    found: dict[PeerId, list[tuple[Want, StagePlan]]] = {}
-    for model in plan.models:
-        for stage in model.stages:
-            found.setdefault(stage.peer, []).append((model.want, stage))
-    return {peer: tuple(held) for peer, held in found.items()}
