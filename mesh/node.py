@@ -114,6 +114,7 @@ class Node:
         self._started_at = time.time()
         self._stop = trio.Event()
         self._closing = trio.Event()
+        self._load_changed = trio.Event()  # set, and replaced, at every change
         self._serving = False
         self._api_url = config.api
         # Set by `run`; nothing is served before.
@@ -256,6 +257,8 @@ class Node:
 
     def _report(self) -> None:
         self._gossip.report(self._holdings.loads)
+        self._load_changed.set()
+        self._load_changed = trio.Event()
 
     def _run(self, request: GenerateRequest, assignment: Assignment) -> Run:
         """What runs a request on this node, its own or a peer's. Raises GenerationError."""
@@ -352,6 +355,14 @@ class Node:
 
     def stop(self) -> None:
         self._stop.set()
+
+    async def drain(self, timeout: float) -> bool:
+        self._gossip.announce(state="draining")
+        with trio.move_on_after(timeout) as limit:
+            while any(load.active or load.waiting for load in self._holdings.loads):
+                await self._load_changed.wait()
+        self._stop.set()
+        return not limit.cancelled_caught
 
     async def wait(self, *, peers: int, model: str | None, timeout: float) -> bool:
         def holds(view: View) -> bool:

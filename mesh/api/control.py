@@ -23,6 +23,11 @@ def _error(status: int, message: str) -> JSONResponse:
     return JSONResponse({"error": {"message": message}}, status)
 
 
+def _timeout(request: Request) -> float:
+    """Seconds, from the query. Raises ValueError."""
+    return min(max(float(request.query_params.get("timeout", "60")), 0.0), MAX_WAIT)
+
+
 class ControlPort(Protocol):
     """What the node lets its own user see and do. Answers are plain JSON values."""
 
@@ -42,6 +47,10 @@ class ControlPort(Protocol):
         ...
 
     def stop(self) -> None: ...
+
+    async def drain(self, timeout: float) -> bool:
+        """Take no new work, stop when what runs has ended; True if all of it could end in time."""
+        ...
 
     async def wait(self, *, peers: int, model: str | None, timeout: float) -> bool:
         """True once so many peers are alive and the model can be used; False when time is up."""
@@ -94,13 +103,20 @@ def create_control_app(node: ControlPort, api: ASGIApp, token: str) -> ASGIApp:
         except ValueError as error:
             return _error(400, str(error))
 
+    async def drain(request: Request) -> JSONResponse:
+        try:
+            timeout = _timeout(request)
+        except ValueError as error:
+            return _error(400, str(error))
+        return JSONResponse({"done": await node.drain(timeout)})
+
     async def wait(request: Request) -> JSONResponse:
         query = request.query_params
         try:
             count = int(query.get("peers", "0"))
-            timeout = min(max(float(query.get("timeout", "60")), 0.0), MAX_WAIT)
-        except ValueError:
-            return _error(400, "peers and timeout are numbers")
+            timeout = _timeout(request)
+        except ValueError as error:
+            return _error(400, str(error))
         done = await node.wait(peers=count, model=query.get("model"), timeout=timeout)
         return JSONResponse({"done": done})
 
@@ -111,6 +127,7 @@ def create_control_app(node: ControlPort, api: ASGIApp, token: str) -> ASGIApp:
         Route("/control/discovered", discovered),
         Route("/control/wait", wait),
         Route("/control/crl", revoke, methods=["POST"]),
+        Route("/control/drain", drain, methods=["POST"]),
         Route("/control/stop", stop, methods=["POST"]),
         Mount("/", app=api),
     ]

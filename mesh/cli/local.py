@@ -51,8 +51,8 @@ class LocalNode:
     def get(self, path: str, **query: str | int | float) -> Any:
         return self._answer("GET", path, params=query)
 
-    def post(self, path: str, content: bytes = b"") -> Any:
-        return self._answer("POST", path, content=content)
+    def post(self, path: str, content: bytes = b"", **query: str | int | float) -> Any:
+        return self._answer("POST", path, content=content, params=query)
 
     def _answer(self, method: str, path: str, **arguments: Any) -> Any:
         try:

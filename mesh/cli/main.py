@@ -46,6 +46,12 @@ def _add_wait(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S")
 
 
+def _add_drain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S", help="then hand over what still runs"
+    )
+
+
 def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("text", help="what to say")
     parser.add_argument("--model", metavar="NAME", dest="wanted", help="default: any of the mesh")
@@ -87,6 +93,7 @@ COMMANDS: dict[str, _Command] = {
     "init": ("make a key and a request for a certificate", "setup", "init", _add_init),
     "start": ("run the node in the foreground", "start", "start", _add_start),
     "stop": ("stop the running node", "show", "stop", None),
+    "drain": ("take no new work, finish what runs, stop", "show", "drain", _add_drain),
     "wait": ("return when something is true of the mesh", "show", "wait", _add_wait),
     "status": ("this node", "show", "status", _add_json),
     "peers": ("the nodes this one knows", "show", "peers", _add_json),

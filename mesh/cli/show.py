@@ -63,6 +63,13 @@ def stop(config: NodeConfig, options: argparse.Namespace) -> int:
     return Exit.OK
 
 
+def drain(config: NodeConfig, options: argparse.Namespace) -> int:
+    with local_node(config.home) as node:
+        done = node.post("/control/drain", timeout=options.timeout)["done"]
+    print("all work has ended" if done else "what still ran was handed over")
+    return Exit.OK
+
+
 def crl(config: NodeConfig, options: argparse.Namespace) -> int:
     try:
         content = Path(options.file).read_bytes()
