@@ -10,7 +10,6 @@ import pytest
 
 from inference.engines.stage_text import StageTextEngine
 from inference.generation import GenerateRequest, SamplingParams, TokenEvent
-from inference.paged import StageConfig
 from inference.store.manifest import ModelManifest
 from mesh.forward.answer import answer
 from mesh.receipts import Bundle, Expected, ModelIdentity, verify
@@ -71,9 +70,7 @@ def test_lost_replicas_do_not_change_a_word(
 
 async def compare(stack: AsyncExitStack, start: Any, manifest: ModelManifest) -> None:
     model = ModelIdentity(name=manifest.name, digest=manifest.digest, layers=manifest.layers)
-    # What is in the cache must not depend on how it came there, on whatever CPU this runs.
-    config = StageConfig(kv_precision="f32")
-    engines = [await StageTextEngine.open(manifest, config) for _ in range(2)]
+    engines = [await StageTextEngine.open(manifest) for _ in range(2)]
     for engine in engines:
         stack.push_async_callback(engine.aclose)
     fragile = Fragile(engines[0])
