@@ -158,7 +158,8 @@ class Reachability:
         if not link.offered_here:
             return
         for wait in _PUNCH_AGAIN:
-            await trio.sleep(wait)
+            with trio.move_on_after(wait):
+                await link.wait_down()
             if not link.is_up or link.path != "relayed":
                 return
             try:

@@ -8,7 +8,7 @@ the node's own messages above ten a second, and queues that lose messages of a s
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -79,16 +79,16 @@ class Topics:
                 yield
                 nursery.cancel_scope.cancel()
 
-    async def ensure(self, peer: PeerId, is_linked: Callable[[], bool]) -> None:
-        """See to it that a linked peer takes part in gossip.
+    async def ensure(self, peer: PeerId, gone: Callable[[], Awaitable[None]]) -> None:
+        """See to it that a linked peer takes part in gossip, until ``gone`` returns.
 
         The library tries once when the peer connects, and gives up for good when the stream cannot
         be negotiated in that moment.
         """
         member = ID.from_string(peer)
         for wait in _LOOK_AGAIN:
-            await trio.sleep(wait)
-            if not is_linked():
+            with trio.move_on_after(wait):
+                await gone()
                 return
             if member not in self._pubsub.peers:
                 self._pubsub._schedule_peer_stream_retry(member)

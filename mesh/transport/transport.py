@@ -6,7 +6,6 @@ This is the face of the package; what it needs from py-libp2p is behind the modu
 from __future__ import annotations
 
 import logging
-import operator
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
@@ -181,8 +180,8 @@ class Transport:
         async with trio.open_nursery() as nursery, self.events() as events:
             async for event in events:
                 if isinstance(event, LinkUp):
-                    is_linked = partial(operator.attrgetter("is_up"), event.link)
-                    nursery.start_soon(self._topics.ensure, event.link.peer, is_linked)
+                    link = event.link
+                    nursery.start_soon(self._topics.ensure, link.peer, link.wait_down)
 
     def _network_changed(self, nursery: trio.Nursery) -> None:
         """See which links still work, and dial again what does not."""

@@ -105,6 +105,7 @@ def test_a_thousand_streams_at_once(network: Any) -> None:
         async with network.open("a") as a, network.open("b") as b:
             here, there = await linked(a, b)
             answered, most = 0, 0
+            negotiating = trio.CapacityLimiter(50)  # libp2p gives each ten seconds for that
 
             async def serve(stream: Any) -> None:
                 await everybody.wait()
@@ -113,7 +114,8 @@ def test_a_thousand_streams_at_once(network: Any) -> None:
 
             async def ask(number: int) -> None:
                 nonlocal answered, most
-                stream = await a._host.new_stream(ID.from_string(b.peer_id), [PROTOCOL])
+                async with negotiating:
+                    stream = await a._host.new_stream(ID.from_string(b.peer_id), [PROTOCOL])
                 text = str(number).encode()
                 await stream.write(text)
                 most = max(most, there.open_streams)

@@ -1,0 +1,131 @@
+"""An admitted peer that sends nonsense loses its link, and nothing else happens."""
+
+from __future__ import annotations
+
+import os
+import struct
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+import pytest
+import trio
+import trio.lowlevel
+from libp2p.peer.id import ID
+
+from mesh.transport import Lane, Message, Request, TransportConfig, Tuning
+from mesh.transport.credit import WINDOW
+from mesh.transport.frames import FrameKind, encode, encode_body
+from mesh.transport.lanes import BROKEN
+from mesh.transport.opening import LINK_PROTOCOL
+
+
+async def echo(request: Request) -> Message:
+    return request.message
+
+
+def frames(*messages: tuple[Any, ...]) -> bytes:
+    return b"".join(bytes(part) for m in messages for frame in encode(*m) for part in frame)
+
+
+NONSENSE = {
+    "random bytes": os.urandom(4000),
+    "a huge frame": struct.pack(">I", 0xFFFFFFFF) + bytes(100),
+    "an unknown kind": struct.pack(">IBBQ", 10, 200, 3, 1),
+    "a call without a head": frames((FrameKind.CALL, 9, b"")),
+    "a call with a bad head": frames((FrameKind.CALL, 9, encode_body({"k": 5}))),
+    "a body too deep": frames((FrameKind.CALL, 9, b"\x81" * 50 + b"\x00")),
+    "a senseless grant": frames(
+        (FrameKind.CALL, 9, encode_body({"k": "wait", "b": None})),
+        (FrameKind.CREDIT, 9, encode_body(-5)),
+    ),
+    "a greeting in the middle": frames((FrameKind.HELLO, 0, b"")),
+    "a number used twice": frames(
+        (FrameKind.CALL, 9, encode_body({"k": "wait", "b": None})),
+        (FrameKind.CALL, 9, encode_body({"k": "wait", "b": None})),
+    ),
+    "a certificate that is none": frames((FrameKind.CERTIFICATE, 0, encode_body(b"x" * 100))),
+    "notes without credit": frames(
+        *(
+            (FrameKind.NOTE, n, encode_body({"k": "n", "b": None}), bytes(WINDOW // 2))
+            for n in range(5)
+        )
+    ),
+    "too many kinds of notes": frames(
+        *((FrameKind.NOTE, n, encode_body({"k": f"n{n}", "b": None})) for n in range(100))
+    ),
+    "a switch followed by more": frames((FrameKind.SWITCH, 0)) + frames((FrameKind.PING, 1)),
+}
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+def test_nonsense_ends_the_link_and_nothing_else(network: Any, what: str) -> None:
+    async def main() -> None:
+        async with network.open("a") as a, network.open("b") as b, network.open("c") as c:
+
+            async def wait(request: Request) -> Message:
+                await trio.sleep_forever()
+                raise AssertionError
+
+            b.serve("echo", echo)
+            b.serve("wait", wait)
+            good = await c.connect(b.addresses[0])
+            bad = await a.connect(b.addresses[0])
+            at_b = b.links[a.peer_id]
+            bad._ports[Lane.CONTROL]._outgoing.write_now((NONSENSE[what],))
+            with trio.fail_after(5):
+                await at_b.wait_down()
+            assert "violation" in (at_b.close_reason or "") or "admitted" in at_b.close_reason
+            with trio.fail_after(5):
+                await bad.wait_down()
+            assert (await good.request("echo", 1)).body == 1
+            again = await a.connect(b.addresses[0])
+            assert (await again.request("echo", 2)).body == 2
+
+    trio.run(main)
+
+
+def test_random_lanes_do_no_harm(network: Any) -> None:
+    """Streams of the link's protocol that never were an offer, and ones cut short."""
+
+    async def main() -> None:
+        rng = Random(7)
+        async with network.open("a") as a, network.open("b") as b:
+            b.serve("echo", echo)
+            link = await a.connect(b.addresses[0])
+            for _ in range(40):
+                stream = await a._host.new_stream(ID.from_string(b.peer_id), [LINK_PROTOCOL])
+                try:
+                    await stream.write(rng.randbytes(rng.randrange(200)) + b"\0")
+                except Exception:  # refused already
+                    continue
+                if rng.random() < 0.5:
+                    await stream.reset()
+            assert (await link.request("echo", 1)).body == 1
+            assert len(b._door._offers) == 0
+
+    trio.run(main)
+
+
+def test_peer_that_never_reads_is_dropped(network: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for pongs without end and reads none: the answers must not pile up."""
+    monkeypatch.setattr("mesh.transport.lanes._UNREAD_LIMIT", 200_000)
+    tuning = Tuning(stream_window=128 << 10, connection_window=1 << 20)
+    config = TransportConfig(listen=("/ip4/127.0.0.1/udp/0/quic-v1",), tuning=tuning)
+
+    async def main() -> None:
+        async with network.open("a", config) as a, network.open("b", config) as b:
+            link = await a.connect(b.addresses[0])
+            at_b = b.links[a.peer_id]
+            port = link._ports[Lane.CONTROL]
+            port._incoming._stream._connection.consumed = lambda *_: None  # a never grants more
+            pings = frames(*((FrameKind.PING, n) for n in range(1000)))
+            with trio.fail_after(30), suppress(*BROKEN):
+                while at_b.is_up:
+                    if port._outgoing.unsent() < 100_000:
+                        port._outgoing.write_now((pings,))
+                    await trio.sleep(0.005)
+            assert not at_b.is_up
+            assert at_b.close_reason == "the peer does not read"
+
+    trio.run(main)
