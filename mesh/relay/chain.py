@@ -11,7 +11,6 @@ closing, mending) runs in tasks of the relay.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -22,42 +21,33 @@ from inference.generation import FinishReason
 from mesh.identity import PeerId
 from mesh.relay.frames import parse
 from mesh.relay.links import PeerLost, at_once
+from mesh.relay.mending import Mender, Spare
 from mesh.relay.messages import (
-    CLOSE,
     GROW,
     OPEN,
-    PROBE,
     Close,
     Grow,
     Lost,
     Opened,
-    Probe,
-    Probed,
     Refused,
     Sampled,
     Tokens,
 )
 from mesh.relay.refusal import Refusal
-from mesh.relay.repair import OPEN_SECONDS, mend
+from mesh.relay.repair import OPEN_SECONDS, Mended, close_at
 from mesh.relay.ring import Hop, Ring, Route
 from mesh.relay.schedule import Schedule
 from mesh.relay.service import Relay
 from mesh.relay.session_state import Drawn, HeadSession
-from mesh.relay.watch import PATIENCE, Watch
 
 _log = logging.getLogger(__name__)
 
 GROWTH = 256  # tokens of room that a session reserves ahead of what it has
 GROW_BELOW = 64  # and asks for more when less than this is left
 ASK_SECONDS = 10.0
-MEND_SECONDS = 8.0
-CHANCE_SECONDS = 10.0  # a lost peer without a spare is tried again at most this often
 MAX_REPAIRS = 3  # of one session, for rows that a stage finds out of place
 # A stage that says one of these has lost track of a session: mending sets it right.
 _ASTRAY = frozenset({"unknown_chain", "unknown_session", "wrong_position", "stale_epoch"})
-
-# (model digest, first, last, peers that will not do) -> a node that has this stage loaded.
-Spare = Callable[[str, int, int, frozenset[PeerId]], PeerId | None]
 
 
 class ChainHead:
@@ -86,7 +76,6 @@ class ChainHead:
         self.slots = slots
         self._relay = relay
         self._host = host
-        self._spare = spare
         self._queue = queue
         self._changed = changed
         self._places = trio.Semaphore(slots)
@@ -94,18 +83,22 @@ class ChainHead:
         self._sessions: dict[int, HeadSession] = {}
         self._entering = 0
         self._next_number = 1
-        self._steady = trio.Event()  # set while nothing is being mended
-        self._steady.set()
+        self._mender = Mender(
+            relay,
+            self.ring,
+            spare,
+            sessions=lambda: list(self._sessions.values()),
+            is_idle=lambda: self.idle,
+            mended=self._mended,
+            failed=self._fail_all,
+            go_on=self._pump,
+        )
         self._door = trio.Lock()
         self._opening = 0
         self._ending = 0  # sessions that are being freed
         self._ended = trio.Event()  # set, and replaced, when a session has ended or come in
         self._room = trio.Event()  # the same when stages have freed KV of this chain
         self._failure: Callable[[], GenerationError] | None = None
-        self._gone: set[PeerId] = set()
-        self._chances: dict[PeerId, float] = {}  # when a lost peer was last tried again
-        self._watch = Watch(trio.current_time())
-        self._watching = False
         relay.heads[self.ring.id] = self
 
     @property
@@ -165,7 +158,7 @@ class ChainHead:
             try:
                 await self._enter(session)
             except BaseException:
-                self._places.release()
+                self.end(session)
                 raise
         finally:
             self._entering -= 1
@@ -210,9 +203,7 @@ class ChainHead:
         ``tell``: whoever is at the door may try again when this has not worked.
         """
         while not session.ended:
-            if self._gone:
-                self._mend_soon()
-            await self._steady.wait()
+            await self._mender.wait_steady()
             if self._failure is not None:
                 raise self._failure()
             epoch = self.ring.epoch
@@ -222,9 +213,9 @@ class ChainHead:
             opened = False
             try:
                 await at_once(partial(self._open, rank, session) for rank in range(len(self.route)))
-                opened = self.ring.epoch == epoch and self._steady.is_set() and not session.ended
+                opened = self.ring.epoch == epoch and self._mender.steady and not session.ended
             except PeerLost as lost:
-                self.lose(lost.peer)
+                self._mender.lose(lost.peer)
             except Refusal as refusal:
                 if self.ring.epoch == epoch:
                     if refusal.code == "no_free_blocks":
@@ -243,9 +234,7 @@ class ChainHead:
         self._note_route(session)
         self._sessions[session.number] = session
         self._schedule.add(session.number, session.tokens, session.capacity)
-        if not self._watching:
-            self._watching = True
-            self._relay.spawn(self._keep_watch)
+        self._mender.watch()
         self._pump()
 
     def _note_route(self, session: HeadSession) -> None:
@@ -286,19 +275,12 @@ class ChainHead:
 
     async def _close_everywhere(self, number: int, tell: bool) -> None:
         message = Close(chain=self.ring.id, epoch=self.ring.epoch, sessions=(number,))
-        await at_once(partial(self._close_at, hop.peer, message) for hop in self.route)
+        await at_once(partial(close_at, self._relay, hop.peer, message) for hop in self.route)
         room, self._room = self._room, trio.Event()
         room.set()
         if tell:
             self._ending -= 1
             self._tell_ended()
-
-    async def _close_at(self, peer: PeerId, message: Close) -> None:
-        try:
-            await self._relay.ask(peer, CLOSE, message, timeout=ASK_SECONDS)
-        except (PeerLost, Refusal) as error:
-            # A stage whose link to its head is gone frees everything by itself.
-            _log.debug("closing at %s: %s", peer, error)
 
     def _tell_ended(self) -> None:
         ended, self._ended = self._ended, trio.Event()
@@ -308,7 +290,7 @@ class ChainHead:
 
     def _pump(self) -> None:
         """Send whatever may be sent."""
-        if not self._steady.is_set():
+        if not self._mender.steady:
             return
         while (step := self._schedule.next()) is not None:
             self._host.submit(self._relay.links.me, self.ring.id, self.ring.epoch, step)
@@ -317,7 +299,7 @@ class ChainHead:
         """What the last stage has drawn in a step."""
         if sender != self.ring.tail or message.epoch != self.ring.epoch:
             return
-        self._watch.heard(trio.current_time())
+        self._mender.heard()
         stepped = self._schedule.done(message.step)
         for number in stepped:
             spent = self._sessions[number].spent
@@ -356,7 +338,7 @@ class ChainHead:
         """A stage does not accept rows: their sessions fail, or the chain has to be mended."""
         if sender not in self.ring.peers or message.epoch != self.ring.epoch:
             return
-        self._watch.heard(trio.current_time())
+        self._mender.heard()
         if message.ended:
             self._schedule.done(message.step)
         for refused in message.sessions:
@@ -365,7 +347,7 @@ class ChainHead:
                 continue
             session.repairs += 1
             if refused.code in _ASTRAY and session.repairs <= MAX_REPAIRS:
-                self._mend_soon()
+                self._mender.mend_soon()
                 continue
             reason = f"{sender}: {refused.code}: {refused.message}"
             self._fail(session, GenerationError("engine_failed", reason))
@@ -396,13 +378,13 @@ class ChainHead:
                     for hop in self.route
                 )
             except PeerLost as lost:
-                self.lose(lost.peer)
+                self._mender.lose(lost.peer)
             except Refusal as refusal:
                 if refusal.code == "no_free_blocks":
                     session.starved = True
                     self._unblock()
                     await room.wait()
-                elif self._steady.is_set():
+                elif self._mender.steady:
                     self._fail(session, GenerationError("engine_failed", str(refusal)))
             else:
                 if self._sessions.get(number) is session:
@@ -411,7 +393,7 @@ class ChainHead:
                     self._schedule.grow(number, capacity)
                     self._pump()
                 return
-            await self._steady.wait()
+            await self._mender.wait_steady()
 
     def _unblock(self) -> None:
         """When every session stands still for lack of room, the youngest gives way."""
@@ -442,53 +424,13 @@ class ChainHead:
     def on_lost(self, sender: PeerId, message: Lost) -> None:
         """A stage has no link to its neighbour."""
         if sender in self.ring.peers and message.epoch == self.ring.epoch:
-            self.lose(PeerId(message.peer))
+            self._mender.lose(PeerId(message.peer))
 
     def on_link_down(self, peer: PeerId) -> None:
-        self.lose(peer)
+        self._mender.lose(peer)
 
-    def lose(self, peer: PeerId) -> None:
-        """``peer`` is of no use in this chain, if it is in it."""
-        if peer not in self.ring.peers or peer == self._relay.links.me:
-            return
-        self._gone.add(peer)
-        if not self.idle:
-            self._mend_soon()
-
-    def _mend_soon(self) -> None:
-        if self._steady.is_set():
-            self._steady = trio.Event()
-            self._relay.spawn(self._mend)
-
-    async def _mend(self) -> None:
-        try:
-            with trio.move_on_after(MEND_SECONDS) as limit:
-                await self._mend_until_whole()
-            if limit.cancelled_caught:
-                self._fail_all("node_lost", f"the chain was not whole in {MEND_SECONDS:g} s")
-        except GenerationError as error:
-            self._fail_all(error.code, error.message)
-        finally:
-            self._steady.set()
-        self._watch.heard(trio.current_time())
-        self._pump()
-
-    async def _mend_until_whole(self) -> None:
-        """Replace what is gone and bring the rest to a new epoch, until that goes well."""
-        useless: set[PeerId] = set()
-        while True:
-            gone, self._gone = self._gone & self.ring.peers, set()
-            for peer in gone:
-                self._replace(peer, useless)
-            self.ring.epoch += 1
-            sessions = list(self._sessions.values())
-            try:
-                mended = await mend(self._relay, self.ring, sessions)
-            except PeerLost as lost:
-                _log.info("mending a chain: %s", lost)
-                self._gone.add(lost.peer)
-            if not self._gone & self.ring.peers:
-                break
+    def _mended(self, mended: Mended, sessions: Sequence[HeadSession]) -> None:
+        """The stages are at a new epoch; ``sessions`` were in the ring when that began."""
         self._schedule.restart(mended.sent)
         for session in sessions:
             if session.ended:
@@ -499,63 +441,6 @@ class ChainHead:
             if not session.ended:
                 self._leave(session, tell=False)
                 self._relay.spawn(self._enter_again, session, None)
-
-    def _replace(self, peer: PeerId, useless: set[PeerId]) -> None:
-        """Put another node in the place of ``peer``; without one, try ``peer`` once more."""
-        rank = self.ring.rank(peer)
-        hop = self.route[rank]
-        spare = None
-        if peer != self._relay.links.me:
-            unwanted = frozenset(useless | self.ring.peers | {peer})
-            spare = self._spare(self.ring.model, hop.first, hop.last, unwanted)
-        if spare is not None:
-            _log.info("layers %d-%d: %s takes over from %s", hop.first, hop.last, spare, peer)
-            self.ring.replace(rank, spare)
-            # It may live, and only its neighbour cannot reach it.
-            forget = Close(chain=self.ring.id, epoch=self.ring.epoch)
-            self._relay.spawn(self._close_at, peer, forget)
-        elif trio.current_time() - self._chances.get(peer, -math.inf) < CHANCE_SECONDS:
-            raise GenerationError(
-                "node_lost",
-                f"{peer} is lost, and nobody else has layers {hop.first}-{hop.last} ready",
-            )
-        else:
-            self._chances[peer] = trio.current_time()
-        useless.add(peer)
-
-    async def _keep_watch(self) -> None:
-        """Ask the stages when nothing comes back; runs while there are sessions."""
-        self._watch.heard(trio.current_time())
-        try:
-            while self._sessions:
-                await self._steady.wait()
-                delay = self._watch.ask_in(trio.current_time())
-                if delay > 0:
-                    await trio.sleep(delay)
-                else:
-                    await self._ask_all()
-        finally:
-            self._watching = False
-
-    async def _ask_all(self) -> None:
-        asked = trio.current_time()
-        busy = False
-
-        async def probe(peer: PeerId) -> None:
-            nonlocal busy
-            message = Probe(chain=self.ring.id)
-            answer = await self._relay.ask(peer, PROBE, message, timeout=PATIENCE)
-            busy = busy or parse(Probed, answer).busy
-
-        try:
-            await at_once(partial(probe, hop.peer) for hop in self.route)
-        except PeerLost as lost:
-            self.lose(lost.peer)
-        except Refusal:
-            self._mend_soon()
-        else:
-            if self._watch.answered(asked, trio.current_time(), busy=busy):
-                self._mend_soon()
 
 
 def _as_error(refusal: Refusal) -> GenerationError:

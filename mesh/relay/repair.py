@@ -7,6 +7,7 @@ what to hold and what to send again, so that each is ready before the one before
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,10 +17,12 @@ from mesh.identity import PeerId
 from mesh.relay.frames import Wire, parse
 from mesh.relay.links import PeerLost, at_once
 from mesh.relay.messages import (
+    CLOSE,
     FENCE,
     MAX_SESSIONS,
     OPEN,
     REPLAY,
+    Close,
     Fenced,
     Held,
     Opened,
@@ -32,8 +35,11 @@ from mesh.relay.ring import Ring
 from mesh.relay.service import Relay
 from mesh.relay.session_state import HeadSession
 
+_log = logging.getLogger(__name__)
+
 FENCE_SECONDS = 1.5  # it is answered at once, even while the stage computes
 OPEN_SECONDS = 10.0  # a stage may have to dial the next one
+CLOSE_SECONDS = 10.0
 REPLAY_SECONDS = 30.0  # it waits for the step that is running
 
 
@@ -138,3 +144,12 @@ async def _insist(
         return await relay.ask(peer, kind, message, payload, timeout=timeout)
     except Refusal as refusal:
         raise PeerLost(peer, str(refusal)) from refusal
+
+
+async def close_at(relay: Relay, peer: PeerId, message: Close) -> None:
+    """Tell one stage to forget sessions, if it is there."""
+    try:
+        await relay.ask(peer, CLOSE, message, timeout=CLOSE_SECONDS)
+    except (PeerLost, Refusal) as error:
+        # A stage whose link to its head is gone frees everything by itself.
+        _log.debug("closing at %s: %s", peer, error)
