@@ -1,4 +1,4 @@
-"""The asking side: a call under way, and one-way messages as they come in."""
+"""The asking side: a call under way, and the inbox in which its answers wait."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import trio
 
 from mesh.transport.credit import ReceiveWindow
 from mesh.transport.errors import LinkClosed, TransportError
-from mesh.transport.frames import Frame, FrameKind, decode_body, encode_body
+from mesh.transport.frames import Frame, FrameKind, encode_body
 from mesh.transport.lanes import LanePort
 from mesh.transport.messages import Message
 
@@ -105,26 +105,3 @@ class Call:
     def _forget(self) -> None:
         self._closed = True
         self._link.call_closed(self._number)
-
-
-class Notes:
-    """One-way messages of one kind from one peer, in order. One reader at a time."""
-
-    def __init__(self, link: Link, kind: str) -> None:
-        self.inbox = Inbox()
-        self._link = link
-        self._kind = kind
-
-    def __aiter__(self) -> Notes:
-        return self
-
-    async def __anext__(self) -> Message:
-        """Raises LinkClosed when the link is gone and all that came before was read."""
-        taken = await self.inbox.take()
-        if taken is None:
-            raise StopAsyncIteration
-        frame, grant = taken
-        if grant and not self.inbox.ended:
-            self._link.grant_notes(self._kind, grant)
-        body = decode_body(frame.body)
-        return Message(body["b"], frame.payload)

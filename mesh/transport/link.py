@@ -11,16 +11,15 @@ import itertools
 import logging
 import math
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import trio
 
 from ca.certificate import Certificate
 from mesh.identity import PeerId
-from mesh.transport.calls import Call, Notes
+from mesh.transport.calls import Call
 from mesh.transport.carrier import Carrier
-from mesh.transport.credit import SendCredit
 from mesh.transport.errors import (
     DeadlineExceeded,
     LinkClosed,
@@ -33,11 +32,10 @@ from mesh.transport.frames import Buffer, Frame, FrameKind, decode_body, encode_
 from mesh.transport.lanes import Lane, LanePort
 from mesh.transport.liveness import Liveness
 from mesh.transport.messages import Message
+from mesh.transport.notes import NoteDesk, Notes
 from mesh.transport.serving import MAX_CALLS, CallHead, ErrorBody, ServedCall, Services
 
 logger = logging.getLogger(__name__)
-
-_MOST_NOTE_KINDS = 64
 
 
 class Link:
@@ -76,10 +74,7 @@ class Link:
         self._numbers = itertools.count(1)
         self._calls: dict[int, Call] = {}
         self._serving: dict[int, ServedCall] = {}
-        self._notes: dict[str, Notes] = {}
-        self._note_readers: set[str] = set()
-        self._note_credit: dict[str, SendCredit] = {}
-        self._note_granted: dict[str, trio.Event] = {}
+        self._notes = NoteDesk(self)
         self._nursery: trio.Nursery | None = None
         self._closed = trio.Event()
         self._busy_changed = trio.Event()
@@ -199,41 +194,24 @@ class Link:
         """Send one way. Waits while the peer's reader is behind. Raises LinkClosed, ValueError."""
         self._check_up()
         encoded = encode_body({"k": kind, "b": body})
-        credit = self._note_credit.setdefault(kind, SendCredit())
-        while not credit.may_send:
-            self._note_granted[kind] = trio.Event()
-            await self._note_granted[kind].wait()
-            self._check_up()
-        credit.spend(len(encoded) + len(payload))
+        await self._notes.may_send(kind, len(encoded) + len(payload), self._check_up)
         try:
             await self._ports[lane].send(FrameKind.NOTE, next(self._numbers), encoded, payload)
         except LinkClosed as error:
             self.down(str(error))
             raise
 
-    @asynccontextmanager
-    async def subscribe(self, kind: str) -> AsyncIterator[Notes]:
-        """The one-way messages of ``kind``, those that came before included. One reader a kind."""
-        if kind in self._note_readers:
-            raise ValueError(f"{kind} is already being read")
+    def subscribe(self, kind: str) -> AbstractAsyncContextManager[Notes]:
+        """The one-way messages of ``kind``, those that came before included. One reader a kind.
+
+        Raises LinkClosed; on entering, ValueError when the kind is being read already.
+        """
         self._check_up()
-        self._note_readers.add(kind)
-        try:
-            yield self._notes_of(kind)
-        finally:
-            self._note_readers.discard(kind)
+        return self._notes.subscribe(kind)
 
     def _check_up(self) -> None:
         if self._closed.is_set():
             raise LinkClosed(self.close_reason or "the link is closed")
-
-    def _notes_of(self, kind: str) -> Notes:
-        notes = self._notes.get(kind)
-        if notes is None:
-            if len(self._notes) >= _MOST_NOTE_KINDS:
-                raise MalformedFrame("too many kinds of one-way messages")
-            notes = self._notes[kind] = Notes(self, kind)
-        return notes
 
     # -- used by calls ------------------------------------------------------------------------
 
@@ -250,14 +228,6 @@ class Link:
 
     def call_served(self, number: int) -> None:
         self._serving.pop(number, None)
-
-    def grant_notes(self, kind: str, amount: int) -> None:
-        try:
-            self._ports[Lane.CONTROL].send_now(
-                FrameKind.NOTE_CREDIT, 0, encode_body({"k": kind, "n": amount})
-            )
-        except LinkClosed as error:
-            self.down(str(error))
 
     def tell(self, kind: FrameKind, body: bytes) -> None:
         """Send a frame about the link itself."""
@@ -294,12 +264,9 @@ class Link:
         error = LinkClosed(reason)
         for call in list(self._calls.values()):
             call.inbox.finish(error)
-        for notes in self._notes.values():
-            notes.inbox.finish(error)
+        self._notes.close(error)
         for served in list(self._serving.values()):
             served.scope.cancel()
-        for granted in self._note_granted.values():
-            granted.set()
         self._carrier.shut(reason)
         if self._old_carrier is not None:
             self._old_carrier.shut(reason)
@@ -345,9 +312,9 @@ class Link:
                 if (served := self._serving.get(number)) is not None:
                     served.scope.cancel()
             case FrameKind.NOTE:
-                self._notes_of(CallHead.of(frame).k).inbox.put(frame)
+                self._notes.put(frame)
             case FrameKind.NOTE_CREDIT:
-                self._take_note_credit(decode_body(frame.body))
+                self._notes.grant(decode_body(frame.body))
             case FrameKind.PING:
                 port.send_now(FrameKind.PONG, number)
             case FrameKind.PONG:
@@ -370,16 +337,6 @@ class Link:
         served = self._serving[frame.number] = ServedCall(self, port, frame.number)
         self._busy_changed.set()
         self._nursery.start_soon(served.run, self._services, frame, head)
-
-    def _take_note_credit(self, body: object) -> None:
-        if not isinstance(body, dict) or not isinstance(kind := body.get("k"), str):
-            raise MalformedFrame("not a grant of credit")
-        credit = self._note_credit.get(kind)
-        if credit is None:
-            raise MalformedFrame("credit for messages that were never sent")
-        credit.grant(body.get("n"))
-        if (granted := self._note_granted.get(kind)) is not None:
-            granted.set()
 
     # -- liveness -----------------------------------------------------------------------------
 

@@ -1,0 +1,110 @@
+"""One-way messages of a link: in order, by kind, each kind held back by its own reader."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import trio
+
+from mesh.transport.calls import Inbox
+from mesh.transport.credit import SendCredit
+from mesh.transport.errors import LinkClosed, MalformedFrame
+from mesh.transport.frames import Frame, FrameKind, decode_body, encode_body
+from mesh.transport.messages import Message
+from mesh.transport.serving import CallHead
+
+if TYPE_CHECKING:
+    from mesh.transport.link import Link
+
+_MOST_KINDS = 64
+
+
+class Notes:
+    """One-way messages of one kind from one peer, in order. One reader at a time."""
+
+    def __init__(self, link: Link, kind: str) -> None:
+        self.inbox = Inbox()
+        self._link = link
+        self._kind = kind
+
+    def __aiter__(self) -> Notes:
+        return self
+
+    async def __anext__(self) -> Message:
+        """Raises LinkClosed when the link is gone and all that came before was read."""
+        taken = await self.inbox.take()
+        if taken is None:
+            raise StopAsyncIteration
+        frame, grant = taken
+        if grant and not self.inbox.ended:
+            amount = encode_body({"k": self._kind, "n": grant})
+            self._link.tell(FrameKind.NOTE_CREDIT, amount)
+        body = decode_body(frame.body)
+        return Message(body["b"], frame.payload)
+
+
+class NoteDesk:
+    """Both directions of one link."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._received: dict[str, Notes] = {}
+        self._read: set[str] = set()
+        self._credit: dict[str, SendCredit] = {}
+        self._granted: dict[str, trio.Event] = {}
+
+    # -- sending ------------------------------------------------------------------------------
+
+    async def may_send(self, kind: str, size: int, check_up: Callable[[], None]) -> None:
+        """Wait for credit and take ``size`` bytes of it; ``check_up`` raises when the link is down."""
+        credit = self._credit.setdefault(kind, SendCredit())
+        while not credit.may_send:
+            self._granted[kind] = trio.Event()
+            await self._granted[kind].wait()
+            check_up()
+        credit.spend(size)
+
+    def grant(self, body: object) -> None:
+        """A NOTE_CREDIT from the peer. Raises MalformedFrame."""
+        if not isinstance(body, dict) or not isinstance(kind := body.get("k"), str):
+            raise MalformedFrame("not a grant of credit")
+        credit = self._credit.get(kind)
+        if credit is None:
+            raise MalformedFrame("credit for messages that were never sent")
+        credit.grant(body.get("n"))
+        if (granted := self._granted.get(kind)) is not None:
+            granted.set()
+
+    # -- receiving ----------------------------------------------------------------------------
+
+    def put(self, frame: Frame) -> None:
+        """A NOTE from the peer. Raises MalformedFrame."""
+        self._of(CallHead.of(frame).k).inbox.put(frame)
+
+    @asynccontextmanager
+    async def subscribe(self, kind: str) -> AsyncIterator[Notes]:
+        """Raises ValueError when the kind is being read already."""
+        if kind in self._read:
+            raise ValueError(f"{kind} is already being read")
+        self._read.add(kind)
+        try:
+            yield self._of(kind)
+        finally:
+            self._read.discard(kind)
+
+    def _of(self, kind: str) -> Notes:
+        notes = self._received.get(kind)
+        if notes is None:
+            if len(self._received) >= _MOST_KINDS:
+                raise MalformedFrame("too many kinds of one-way messages")
+            notes = self._received[kind] = Notes(self._link, kind)
+        return notes
+
+    def close(self, error: LinkClosed) -> None:
+        """Wake everybody who waits."""
+        for notes in self._received.values():
+            notes.inbox.finish(error)
+        for granted in self._granted.values():
+            granted.set()
