@@ -23,6 +23,9 @@ LOAD_TAG = b"meshnode-load-v1"
 MAX_ADVERT = 4096  # bytes of an envelope, certificate chain included
 MAX_LOAD = 2048  # bytes of a load report's envelope
 MAX_HOLDINGS = 64
+MAX_WANTS = 8
+MAX_SPEEDS = 8
+MAX_LINKS = 16  # a node tells of its nearest peers and of those that it found wanting
 
 Boot = Annotated[int, Field(ge=1, lt=1 << 63)]
 Sequence32 = Annotated[int, Field(ge=1, lt=1 << 32)]
@@ -44,12 +47,22 @@ class AdvertTooLarge(Exception):
 
 
 class Device(Row):
-    """An OpenVINO device. Memory in bytes; None where the driver does not say."""
+    """An OpenVINO device. Memory in bytes; None where the driver does not say.
+
+    ``offered`` is what placement may fill there in all, what it has loaded already included; None
+    where it may load nothing. The rates say how fast weights are worked through, for models that
+    were not measured here: bytes per second in a step of one session, and bytes times prompt tokens
+    per second. ``busy`` is the share of its time, in eighths, that other work takes.
+    """
 
     name: DeviceName  # as OpenVINO calls it: CPU, GPU.0, NPU
     full_name: str = Field("", max_length=80)
     total_memory: int | None = Field(None, ge=0, lt=1 << 50)
     free_memory: int | None = Field(None, ge=0, lt=1 << 50)
+    offered: int | None = Field(None, ge=0, lt=1 << 50)
+    decode_rate: int | None = Field(None, ge=1, lt=1 << 50)
+    prefill_rate: int | None = Field(None, ge=1, lt=1 << 60)
+    busy: int = Field(0, ge=0, le=8)
 
 
 class Holding(Row):
@@ -58,6 +71,9 @@ class Holding(Row):
     ``id`` is the author's own number for it, not reused within a boot; load reports refer to it.
     Speeds are measured on this holding alone: ``prefill_seconds`` per prompt token,
     ``decode_seconds`` per step of a single session; None while unknown.
+
+    ``claim`` is the sequence of the claim by which placement has put it here, None where the user
+    has typed it. It counts for requests when it is ``ready``; one that drains is so no more.
     """
 
     id: HoldingId
@@ -74,6 +90,7 @@ class Holding(Row):
     queue: int = Field(ge=0, le=65536)  # requests that may wait for a slot
     prefill_seconds: Seconds | None = None
     decode_seconds: Seconds | None = None
+    claim: int | None = Field(None, ge=1, lt=1 << 32)
 
     @model_validator(mode="after")
     def _range(self) -> Holding:
@@ -98,6 +115,65 @@ class StoredModel(Row):
 
     name: ModelName
     digest: Digest
+
+
+class Wanted(Row):
+    """A model that the mesh is to serve, with all that placing its layers needs. Sizes in bytes.
+
+    The newest ``version`` for a name counts (milliseconds since 1970, then PeerId of the
+    publisher); ``replicas`` 0 withdraws it. Those who hold some of the model repeat it in their
+    adverts, so that it outlives its publisher. ``shared_bytes``: of embedding and head, where one
+    stage has both. ``kv_bytes``: of one token in one layer. Memory is reserved for ``sessions`` of
+    ``context`` tokens.
+    """
+
+    name: ModelName
+    digest: Digest
+    version: int = Field(ge=1, lt=1 << 63)
+    publisher: str = Field(min_length=1, max_length=128)
+    layers: Annotated[int, Field(ge=1, le=4096)]
+    layer_bytes: int = Field(ge=1, lt=1 << 45)
+    embedding_bytes: int = Field(ge=0, lt=1 << 45)
+    head_bytes: int = Field(ge=0, lt=1 << 45)
+    shared_bytes: int = Field(ge=0, lt=1 << 45)
+    kv_bytes: int = Field(ge=1, lt=1 << 32)
+    hidden: int = Field(ge=1, le=1 << 20)
+    context_length: int = Field(ge=1, lt=1 << 31)
+    replicas: int | None = Field(None, ge=0, le=4096)
+    max_nodes: int | None = Field(None, ge=1, le=4096)
+    context: int = Field(4096, ge=1, lt=1 << 31)
+    sessions: int = Field(4, ge=1, le=4096)
+
+    @model_validator(mode="after")
+    def _ends(self) -> Wanted:
+        if self.shared_bytes > min(self.embedding_bytes, self.head_bytes):
+            raise ValueError("more is shared than there is")
+        return self
+
+
+class MeasuredSpeed(Row):
+    """Seconds per layer of a model on a device of the author, per prompt token and per step."""
+
+    digest: Digest
+    device: DeviceName
+    prefill: Seconds
+    decode: Seconds
+
+
+class SeenLink(Row):
+    """What the author measured to a peer, named by its key in digests (see ``anti_entropy``).
+
+    Times in tenths of a millisecond, loss in thousandths, bandwidth in kilobytes per second; None
+    where it does not know. ``state``: 0 admitted, 1 quarantined, 2 rejected.
+    """
+
+    key: bytes = Field(min_length=8, max_length=8)
+    rtt: int | None = Field(None, ge=0, lt=1 << 24)
+    jitter: int | None = Field(None, ge=0, lt=1 << 24)
+    loss: int | None = Field(None, ge=0, le=1000)
+    upload: int | None = Field(None, ge=0, lt=1 << 32)
+    download: int | None = Field(None, ge=0, lt=1 << 32)
+    state: int = Field(0, ge=0, le=2)
 
 
 Loads = Annotated[tuple[HoldingLoad, ...], Listed, Field(max_length=MAX_HOLDINGS)]
@@ -128,7 +204,10 @@ class Advert(Frozen):
     holdings: Annotated[tuple[Holding, ...], Listed] = Field((), max_length=MAX_HOLDINGS)
     load: Loads = ()
     stored: Annotated[tuple[StoredModel, ...], Listed] = Field((), max_length=MAX_HOLDINGS)
-    omitted: int = Field(0, ge=0, le=1 << 16)  # holdings and stored models that did not fit
+    wants: Annotated[tuple[Wanted, ...], Listed] = Field((), max_length=MAX_WANTS)
+    speeds: Annotated[tuple[MeasuredSpeed, ...], Listed] = Field((), max_length=MAX_SPEEDS)
+    links: Annotated[tuple[SeenLink, ...], Listed] = Field((), max_length=MAX_LINKS)
+    omitted: int = Field(0, ge=0, le=1 << 16)  # holdings, stored models, links that did not fit
 
     @model_validator(mode="after")
     def _ids(self) -> Advert:
@@ -175,9 +254,9 @@ _Signed = TypeVar("_Signed", Advert, LoadReport)
 def sign_advert(identity: Identity, advert: Advert) -> SignedAdvert:
     """Sign, leaving out what does not fit in :data:`MAX_ADVERT`.
 
-    First stored models go, then holdings that are not ready, then the last of the others, so that
-    what others route by goes last; ``omitted`` counts them. Raises :class:`AdvertTooLarge` when the
-    certificate chain and the fixed part alone are too long.
+    First links go, then stored models, then holdings that are not ready, then the last of the
+    others, so that what others route by goes last; ``omitted`` counts them. Raises
+    :class:`AdvertTooLarge` when the certificate chain and the fixed part alone are too long.
     """
     chain = [bytes(der) for der in identity.certificate.chain_der]
     while True:
@@ -191,10 +270,13 @@ def sign_advert(identity: Identity, advert: Advert) -> SignedAdvert:
 def _smaller(advert: Advert, excess: int) -> Advert:
     """``advert`` with about ``excess`` encoded bytes of its least needed entries left out."""
     stored, holdings, load = list(advert.stored), list(advert.holdings), list(advert.load)
+    links = list(advert.links)
     saved = dropped = 0
-    while saved < excess and (stored or holdings):
-        entry: StoredModel | Holding
-        if stored:
+    while saved < excess and (links or stored or holdings):
+        entry: SeenLink | StoredModel | Holding
+        if links:
+            entry = links.pop()
+        elif stored:
             entry = stored.pop()
         else:
             loading = [h for h in holdings if not h.ready]
@@ -209,6 +291,7 @@ def _smaller(advert: Advert, excess: int) -> Advert:
         )
     return advert.model_copy(
         update={
+            "links": tuple(links),
             "stored": tuple(stored),
             "holdings": tuple(holdings),
             "load": tuple(load),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-from mesh.gossip.advert import Device, Holding, StoredModel
+from mesh.gossip.advert import Device, Holding, MeasuredSpeed, SeenLink, StoredModel, Wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,9 @@ class Announcement:
     devices: tuple[Device, ...] = ()
     holdings: tuple[Holding, ...] = ()
     stored: tuple[StoredModel, ...] = ()
+    wants: tuple[Wanted, ...] = ()
+    speeds: tuple[MeasuredSpeed, ...] = ()
+    links: tuple[SeenLink, ...] = ()
 
 
 class Changes(TypedDict, total=False):
@@ -27,3 +30,6 @@ class Changes(TypedDict, total=False):
     devices: tuple[Device, ...]
     holdings: tuple[Holding, ...]
     stored: tuple[StoredModel, ...]
+    wants: tuple[Wanted, ...]
+    speeds: tuple[MeasuredSpeed, ...]
+    links: tuple[SeenLink, ...]

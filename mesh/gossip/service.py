@@ -329,6 +329,9 @@ class GossipService:
                 holdings=said.holdings,
                 load=self._publishing.load,
                 stored=said.stored,
+                wants=said.wants,
+                speeds=said.speeds,
+                links=said.links,
             ),
         )
         self._knowledge.apply(Mine(signed))

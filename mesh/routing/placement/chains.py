@@ -55,6 +55,8 @@ class ChainFinder:
             speed = machine.speed(self.want.model)
             pace = PROMPT / _CHUNKS * speed.prefill
             fits = capacity(self.want, machine.memory, first=first, last=last)
+            if machine.alone and not (first and last):
+                fits = 0
             found = self._seats[key] = Seat(pace + OUTPUT * speed.decode, pace, fits)
         return found
 

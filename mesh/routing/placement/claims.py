@@ -136,6 +136,8 @@ def _standing(
             continue
         if not 0 <= claim.first < claim.last <= want.model.layers:
             continue
+        if by_peer[claim.peer].alone and (claim.first, claim.last) != (0, want.model.layers):
+            continue
         size = want.stage_bytes(claim.first, claim.last) if claim.sequence is not None else 0
         if taken.get(claim.peer, 0) + size > by_peer[claim.peer].memory:
             continue
@@ -268,7 +270,7 @@ def _mended(
     used = {stage.peer for stage in plan.stages} | {claim.peer for claim in held}
     if want.max_nodes is not None and len(used) + len(gaps) > want.max_nodes:
         return plan
-    free = [machine for machine in room.machines() if machine.peer not in used | avoid]
+    free = [m for m in room.machines(without=frozenset(used) | avoid) if not m.alone]
     filled: list[StagePlan] = []
     for first, last in gaps:
         size = want.stage_bytes(first, last)

@@ -94,6 +94,7 @@ class Machine:
     ``memory`` is what it offers to placement in all, what is loaded there already included.
     ``speeds`` are by model digest, measured; the rates are for other models. ``busy`` is the share
     of its time that work outside of placement takes. ``stored``: digests of models on its disk.
+    ``alone``: it may hold whole models, and has no place in chains of several.
     """
 
     peer: PeerId
@@ -103,6 +104,7 @@ class Machine:
     prefill_rate: float = DEFAULT_PREFILL_RATE
     busy: float = 0.0
     stored: frozenset[str] = frozenset()
+    alone: bool = False
 
     def speed(self, model: ModelShape) -> Speed:
         left = max(0.05, 1.0 - self.busy)

@@ -205,7 +205,7 @@ def with_spares(plan: ModelPlan, room: Room, avoid: frozenset[PeerId] = NONE) ->
     spares = list(plan.spares)
     left = None if want.max_nodes is None else want.max_nodes - len(used)
     for machine in room.machines():
-        if machine.peer in used or machine.peer in avoid or left == 0:
+        if machine.peer in used | avoid or machine.alone or left == 0:
             continue
         fitting = [
             (copies[first, last], -(last - first), first, last)
