@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _STAGGER = 0.15  # seconds between dials to several addresses of one peer
 _DIRECT_FIRST = 2.5  # seconds for a direct path before a relay is tried
-_MOST_RELAYS = 8  # linked peers asked to relay, one after the other
+_MOST_RELAYS = 4  # linked peers asked to relay, one after the other
 _OTHER_SIDE = 5.0  # seconds for a link that the peer opens to appear here
 
 

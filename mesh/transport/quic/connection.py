@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REFUSED = 0x10E  # application error code: the peer is not admitted
+_HANDSHAKE = 10.0  # seconds, inbound: whoever is not admitted by then does not stay
 _STREAM_GIVEN_UP = 0x00
 # A host that says so again and again over this many seconds, with no packet of the peer between,
 # has nobody on that port. One answer proves nothing: it can be forged, or come from a router.
@@ -89,6 +90,7 @@ class MeshConnection(IMuxedConn):
         self._refusal: str | None = None
         self._refused_since: float | None = None
         self._ask_at: float | None = None
+        self._give_up_at = engine.last_received + _HANDSHAKE
 
     # -- driven by the endpoint ---------------------------------------------------------------
 
@@ -183,6 +185,9 @@ class MeshConnection(IMuxedConn):
 
     def timer_due(self, now: float) -> None:
         """The time that :meth:`next_timer` gave has come."""
+        if self.state is State.HANDSHAKE and not self._is_initiator and now >= self._give_up_at:
+            self.shut(reason="the handshake took too long")
+            return
         engine_at = self.engine.get_timer()
         if engine_at is not None and engine_at <= now:
             self.engine.handle_timer(now)
@@ -209,6 +214,8 @@ class MeshConnection(IMuxedConn):
 
     def next_timer(self) -> float | None:
         timer: float | None = self.engine.get_timer()
+        if self.state is State.HANDSHAKE and not self._is_initiator:
+            timer = self._give_up_at if timer is None else min(timer, self._give_up_at)
         if self._ask_at is not None:
             timer = self._ask_at if timer is None else min(timer, self._ask_at)
         if self.state is State.OPEN:

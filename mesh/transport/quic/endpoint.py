@@ -11,6 +11,7 @@ import ipaddress
 import itertools
 import logging
 import math
+import os
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -20,9 +21,11 @@ from aioquic.buffer import Buffer
 from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.packet import (
     QuicPacketType,
+    encode_quic_retry,
     encode_quic_version_negotiation,
     pull_quic_header,
 )
+from aioquic.quic.retry import QuicRetryTokenHandler
 from libp2p.peer.id import ID
 
 from mesh.transport.errors import DialError, ListenError
@@ -35,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _CID_LENGTH = 8
 _MOST_HANDSHAKES = 256  # inbound, at once
+_HANDSHAKES_ON_TRUST = 32  # of them, without proof that the client's address is its own
 _TIMER_SLACK = 0.0005  # seconds: timers this close together are served together
 _FAREWELL = 3.0  # seconds for which a closed connection is still answered with its close
 _MOST_FAREWELLS = 1024
@@ -69,6 +73,7 @@ class Endpoint:
         self._timer_keys = itertools.count()
         self._timer_wakes_at = math.inf
         self._timer_wake = trio.Event()
+        self._retry = QuicRetryTokenHandler()
         self._farewells: dict[bytes, tuple[float, bytes, Address, UdpSocket]] = {}
         self._nursery: trio.Nursery | None = None
 
@@ -204,11 +209,18 @@ class Endpoint:
             or len(self._handshakes) >= _MOST_HANDSHAKES
         ):
             return None
+        original_cid, retry_cid = header.destination_cid, None
+        if header.token or len(self._handshakes) >= _HANDSHAKES_ON_TRUST:
+            proven = self._prove_address(udp, header, address)
+            if proven is None:
+                return None
+            original_cid, retry_cid = proven, header.destination_cid
         engine = MeshQuic(
             configuration=self._server,
             tuning=self._tuning,
             clock=self._clock,
-            original_destination_connection_id=header.destination_cid,
+            original_destination_connection_id=original_cid,
+            retry_source_connection_id=retry_cid,
         )
         connection = MeshConnection(
             engine=engine, endpoint=self, udp=udp, expected=None, is_initiator=False
@@ -218,6 +230,39 @@ class Endpoint:
         self.add_route(header.destination_cid, connection)
         self.add_route(engine.host_cid, connection)
         return connection
+
+    def _prove_address(self, udp: UdpSocket, header: Any, address: Address) -> bytes | None:
+        """The connection id that a client began with, once it has shown that it gets what is sent
+        to its address (RFC 9000, 8.1.2). Without that it is only told how; forged addresses cannot
+        use up the handshakes that others need."""
+        now = self._clock()
+        if header.token:
+            try:
+                original: bytes = self._retry.validate_token(
+                    address=address,
+                    destination_cid=header.destination_cid,
+                    token=header.token,
+                    now=now,
+                )
+            except ValueError:
+                return None
+            return original
+        source_cid = os.urandom(_CID_LENGTH)
+        token = self._retry.create_token(
+            address=address,
+            original_destination_connection_id=header.destination_cid,
+            retry_source_connection_id=source_cid,
+            now=now,
+        )
+        answer = encode_quic_retry(
+            version=header.version,
+            source_cid=source_cid,
+            destination_cid=header.source_cid,
+            original_destination_cid=header.destination_cid,
+            retry_token=token,
+        )
+        udp.send([(answer, address)])
+        return None
 
     def dial(self, host: str, port: int, expected: ID) -> MeshConnection:
         """Begin a connection; await its ``wait_open``. Raises DialError, ListenError."""

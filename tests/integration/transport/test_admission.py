@@ -230,3 +230,45 @@ def test_renewed_certificate_reaches_peers_without_a_new_link(network: Any) -> N
             assert again.certificate.not_after == renewed.certificate.not_after
 
     trio.run(main)
+
+
+def test_address_is_proven_when_many_handshakes_are_under_way(
+    network: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mesh.transport.quic.endpoint._HANDSHAKES_ON_TRUST", 0)
+
+    async def main() -> None:
+        async with network.open("a") as a, network.open("b") as b:
+            retries = []
+            prove = b._quic.endpoint._prove_address
+
+            def count(*arguments: Any) -> Any:
+                retries.append(prove(*arguments))
+                return retries[-1]
+
+            b._quic.endpoint._prove_address = count
+            link = await a.connect(b.addresses[0])
+            assert link.is_up
+            assert retries[0] is None
+            assert retries[1] is not None
+
+    trio.run(main)
+
+
+def test_handshake_that_does_not_end_is_ended(
+    network: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mesh.transport.quic.connection._HANDSHAKE", 0.5)
+
+    async def main() -> None:
+        async with network.open("a") as a, network.open("b") as b:
+            endpoint = a._quic.endpoint
+            host, port = "127.0.0.1", int(b.addresses[0].split("/")[4])
+            connection = endpoint.dial(host, port, ID.from_string(b.peer_id))
+            endpoint.forget(connection)  # the client goes silent after its first packet
+            await trio.sleep(0.2)
+            assert len(b._quic.endpoint.connections) == 1
+            await trio.sleep(1)
+            assert not b._quic.endpoint.connections
+
+    trio.run(main)
