@@ -233,7 +233,7 @@ class ChainHead:
         session.starved = session.growing = False
         self._note_route(session)
         self._sessions[session.number] = session
-        self._schedule.add(session.number, session.tokens, session.capacity)
+        self._schedule.add(session.number, session.tokens, session.prompt, session.capacity)
         self._mender.watch()
         self._pump()
 

@@ -9,10 +9,8 @@ The stage computes in a thread; everything else here happens in the trio thread,
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -20,12 +18,10 @@ import outcome
 import trio
 from numpy.typing import NDArray
 
-from inference.paged import StageRange
 from inference.sampling import Sampled as Draw
-from inference.sampling import Sampler, SamplingError, sample
-from inference.stage import Part, StageRefusal, StepBatch
 from mesh.identity import PeerId
-from mesh.relay.frames import Encoding, Row, StepHeader, decode, encode, not_finite, rows_of
+from mesh.relay.compute import Computer, Frame, Result, StageEngine
+from mesh.relay.frames import Encoding, Row, StepHeader, decode, not_finite, rows_of
 from mesh.relay.kept import DEFAULT_BYTES, KeptOutput, Piece
 from mesh.relay.messages import Refused, RefusedSession, Sampled, Tokens, TopLogprob
 from mesh.relay.refusal import Refusal
@@ -35,25 +31,6 @@ from mesh.relay.sessions import Chain, Session, SessionTable, StageFacts
 MAX_STEP_TOKENS = 256  # frames are put together up to this many tokens in one step
 REPLAY_TOKENS = 128  # of one session in one frame
 _T = TypeVar("_T")
-
-
-class StageEngine(Protocol):
-    """What the relay uses of :class:`inference.stage.Stage`."""
-
-    @property
-    def range(self) -> StageRange: ...
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def blocks(self) -> int: ...
-    @property
-    def context_length(self) -> int: ...
-    def __contains__(self, session: int) -> bool: ...
-    def open(self, session: int) -> None: ...
-    def close(self, session: int) -> None: ...
-    def step(self, batch: StepBatch) -> NDArray[Any]: ...
 
 
 class Outlet(Protocol):
@@ -70,41 +47,6 @@ class Outlet(Protocol):
     def refused(self, chain: Chain, message: Refused) -> None:
         """To the head."""
         ...
-
-
-@dataclass(slots=True, eq=False)
-class _Frame:
-    """Rows that were let in: of ``chain`` at ``epoch``, each with its session."""
-
-    chain: Chain
-    epoch: int
-    step: int
-    rows: list[tuple[Session, Row]]
-    values: NDArray[Any]  # int64 [tokens], or float [tokens, hidden]
-    spent: tuple[float, ...]
-
-    @property
-    def late(self) -> bool:
-        return self.epoch != self.chain.epoch
-
-    def keep_alive(self) -> None:
-        """Leave out rows of sessions that have ended."""
-        alive = [self.chain.sessions.get(row.session) is session for session, row in self.rows]
-        if not all(alive):
-            mask = np.repeat(alive, [row.size for _, row in self.rows])
-            self.values = self.values[mask]
-            self.rows = [entry for entry, live in zip(self.rows, alive, strict=True) if live]
-
-
-@dataclass(slots=True)
-class _Result:
-    """Of one step: for a last stage draws by session key, otherwise encoded hidden states for each
-    frame, of the rows that have not failed."""
-
-    failed: dict[int, Refusal]  # by session key
-    seconds: float
-    hidden: list[tuple[Encoding, NDArray[np.floating]]] | None = None
-    draws: dict[int, Draw] | None = None
 
 
 class StageHost:
@@ -129,13 +71,12 @@ class StageHost:
         )
         self.table = SessionTable(self.facts)
         self.kept = KeptOutput(kept_bytes)
-        self._stage = stage
+        self._computer = Computer(stage)
         self._outlet = outlet
-        self._samplers: dict[int, Sampler] = {}
-        self._queue: deque[_Frame] = deque()
+        self._queue: deque[Frame] = deque()
         self._ended: list[int] = []  # keys whose blocks are to be freed
         self._deferred: list[Callable[[], None]] = []
-        self._step: list[_Frame] = []  # what is being computed
+        self._step: list[Frame] = []  # what is being computed
         self._wake = trio.Event()
         self._thread = trio.CapacityLimiter(1)
         self.steps = 0
@@ -185,7 +126,7 @@ class StageHost:
             self._refuse(chain, chain.epoch, step, refused, ended=not rows)
         if rows:
             entries = [(chain.sessions[row.session], row) for row in rows]
-            self._queue.append(_Frame(chain, chain.epoch, step, entries, values, spent))
+            self._queue.append(Frame(chain, chain.epoch, step, entries, values, spent))
             self._wake.set()
 
     def _refuse(
@@ -209,9 +150,7 @@ class StageHost:
             self._clear()
 
     def _clear(self) -> None:
-        for key in self._ended:
-            self._samplers.pop(key, None)
-            self._stage.close(key)
+        self._computer.close(self._ended)
         self._ended.clear()
 
     async def between_steps(self, action: Callable[[], _T]) -> _T:
@@ -232,7 +171,7 @@ class StageHost:
     def replay(self, chain: Chain, sessions: Sequence[tuple[Session, int]]) -> None:
         """Between steps, after sessions were rewound: send kept output from a position on again."""
         for session, start in sessions:
-            self._samplers.pop(session.key, None)
+            self._computer.forget_draws(session.key)
             self.kept.truncate(session.key, session.past)
             if self.kept.kept_from(session.key, session.past) > start:
                 raise Refusal("not_kept", f"output of session {session.number} is gone")
@@ -266,7 +205,9 @@ class StageHost:
                 continue
             self._step = frames
             try:
-                result = await trio.to_thread.run_sync(self._compute, frames, limiter=self._thread)
+                result = await trio.to_thread.run_sync(
+                    self._computer.step, frames, limiter=self._thread
+                )
             finally:
                 self._step = []
                 self._clear()
@@ -276,8 +217,8 @@ class StageHost:
             for action in deferred:
                 action()
 
-    def _take(self) -> list[_Frame]:
-        taken: list[_Frame] = []
+    def _take(self) -> list[Frame]:
+        taken: list[Frame] = []
         sessions: set[int] = set()
         tokens = 0
         while self._queue:
@@ -296,89 +237,7 @@ class StageHost:
                 session.started = row.end
         return taken
 
-    def _compute(self, frames: list[_Frame]) -> _Result:
-        """In the stage's thread: one step. A session that the engine refuses is left out."""
-        started = time.perf_counter()
-        entries = [entry for frame in frames for entry in frame.rows]
-        values = [frame.values for frame in frames]
-        # A copy of the runtime's own: what has arrived is a view that must not be written to.
-        dtype = np.int64 if self.facts.is_first else np.float32
-        batch = np.concatenate(values, dtype=dtype)
-        failed: dict[int, Refusal] = {}
-        while True:
-            parts = [Part(session.key, row.position, row.size) for session, row in entries]
-            sampled = self._to_sample(entries)
-            try:
-                for part in parts:
-                    if part.session not in self._stage:
-                        self._stage.open(part.session)
-                output = self._stage.step(StepBatch(parts, batch, [at for at, _, _ in sampled]))
-                break
-            except StageRefusal as refusal:
-                found = (
-                    [refusal.session] if refusal.session is not None else [p.session for p in parts]
-                )
-                reason = f"{refusal.reason}: {refusal}"
-            except Exception as error:
-                found = [part.session for part in parts]
-                reason = f"{type(error).__name__}: {error}"
-            failed |= {key: Refusal("engine_failed", reason) for key in found}
-            good = [session.key not in failed for session, _ in entries]
-            batch = batch[np.repeat(good, [row.size for _, row in entries])]
-            entries = [entry for entry, ok in zip(entries, good, strict=True) if ok]
-            if not entries:
-                return _Result(failed, time.perf_counter() - started)
-        result = _Result(failed, 0.0)
-        if self.facts.is_last:
-            result.draws = self._draw(output, sampled, failed)
-        else:
-            result.hidden = _encode(frames, output, failed)
-        result.seconds = time.perf_counter() - started
-        return result
-
-    def _to_sample(self, entries: list[tuple[Session, Row]]) -> list[tuple[int, Session, Row]]:
-        """Row numbers of the batch to draw from, each with its session."""
-        found = []
-        end = 0
-        for session, row in entries:
-            end += row.size
-            if self.facts.is_last and row.sample and row.end > session.emit_from:
-                found.append((end - 1, session, row))
-        return found
-
-    def _draw(
-        self,
-        logits: NDArray[np.float32],
-        rows: list[tuple[int, Session, Row]],
-        failed: dict[int, Refusal],
-    ) -> dict[int, Draw]:
-        samplers = [self._sampler(session) for _, session, _ in rows]
-        positions = [row.end - session.prompt for _, session, row in rows]
-        draws: dict[int, Draw] = {}
-        results = sample(logits, samplers, positions) if rows else []
-        for (_, session, _), sampler, draw in zip(rows, samplers, results, strict=True):
-            if isinstance(draw, SamplingError):
-                failed[session.key] = Refusal("engine_failed", str(draw))
-                continue
-            draws[session.key] = draw
-            sampler.count(draw.token_id)
-            if session.history is not None:
-                session.history.append(draw.token_id)
-        return draws
-
-    def _sampler(self, session: Session) -> Sampler:
-        sampler = self._samplers.get(session.key)
-        if sampler is None:
-            if session.sampling is None:
-                raise ValueError("a session of a last stage without sampling parameters")
-            history = session.history or []
-            sampler = Sampler(session.sampling, history[: session.prompt])
-            for token in history[session.prompt :]:
-                sampler.count(token)
-            self._samplers[session.key] = sampler
-        return sampler
-
-    def _finish(self, frames: list[_Frame], result: _Result) -> None:
+    def _finish(self, frames: list[Frame], result: Result) -> None:
         self.steps += 1
         self.busy_seconds += result.seconds
         for number, frame in enumerate(frames):
@@ -405,7 +264,7 @@ class StageHost:
 
     def _send_tokens(
         self,
-        frame: _Frame,
+        frame: Frame,
         alive: list[tuple[Session, Row, int]],
         draws: dict[int, Draw],
         spent: tuple[float, ...],
@@ -429,7 +288,7 @@ class StageHost:
 
     def _send_hidden(
         self,
-        frame: _Frame,
+        frame: Frame,
         alive: list[tuple[Session, Row, int]],
         encoding: Encoding,
         hidden: NDArray[np.floating],
@@ -457,17 +316,3 @@ class StageHost:
         self._outlet.activations(
             frame.chain, header, values[0] if len(values) == 1 else np.concatenate(values)
         )
-
-
-def _encode(
-    frames: list[_Frame], output: NDArray[np.float32], failed: dict[int, Refusal]
-) -> list[tuple[Encoding, NDArray[np.floating]]]:
-    encoded = []
-    start = 0
-    for frame in frames:
-        rows = [entry for entry in frame.rows if entry[0].key not in failed]
-        sizes = [row.size for _, row in rows]
-        exact = np.repeat(np.array([session.exact for session, _ in rows], np.bool_), sizes)
-        encoded.append(encode(output[start : start + len(exact)], exact))
-        start += len(exact)
-    return encoded

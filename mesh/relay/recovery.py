@@ -11,7 +11,8 @@ So each stage computes exactly the positions that it lacks, which for the surviv
 they have computed before.
 
 The last stage may be ahead of what the head knows, when it drew a token and the message was lost.
-It is cut back to draw the token again, which gives the same one.
+It is cut back to draw the token again, which gives the same one; by two tokens if that is the last
+of the prompt, since a stage computes a single row of a prompt otherwise in the last bits.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ class Marks:
     emit_from: int
 
 
-def plan(known: int, held: Sequence[Held | None]) -> tuple[Marks, ...] | None:
+def plan(known: int, prompt: int, held: Sequence[Held | None]) -> tuple[Marks, ...] | None:
     """Orders for the stages of one session, in the order of the chain.
 
-    ``known`` is the number of its tokens that the head knows (prompt and output). ``held[rank]`` is
-    what that stage holds, None for a replacement. The answer None means that output is needed that
-    is no longer kept: the session must begin anew from its token ids.
+    ``known`` is the number of its tokens that the head knows, of which ``prompt`` are the prompt.
+    ``held[rank]`` is what that stage holds, None for a replacement. The answer None means that
+    output is needed that is no longer kept: the session must begin anew from its token ids.
     """
     past = [0 if stage is None else stage.past for stage in held]
-    past[-1] = min(past[-1], known - 1)
+    if past[-1] >= known:
+        past[-1] = max(0, known - (2 if known == prompt else 1))
     orders = []
     for rank, stage in enumerate(held):
         if rank == len(held) - 1:

@@ -62,7 +62,9 @@ async def mend(relay: Relay, ring: Ring, sessions: Sequence[HeadSession]) -> Men
     mended = Mended()
     orders: dict[int, tuple[Marks, ...]] = {}
     for session in sessions:
-        marks = plan(len(session.tokens), [stage.get(session.number) for stage in held])
+        marks = plan(
+            len(session.tokens), session.prompt, [stage.get(session.number) for stage in held]
+        )
         if marks is None:
             mended.anew.append(session)
         else:

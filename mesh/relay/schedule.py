@@ -9,13 +9,15 @@ are put into steps so that
   stage computes while another does;
 * a prompt goes in chunks, several on their way at once, so that its prefill overlaps across stages;
   rows of sessions that are generating ride along, and prompts share a step's budget, so that a long
-  one delays neither.
+  one delays neither. A prompt is never left with a chunk of a single row, which a stage computes
+  otherwise in the last bits (see :mod:`inference.stage`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from inference.batching import without_lone_row
 from mesh.relay.frames import MAX_ROWS, Row
 
 # Measured with an int4 model of 30 layers over two stages: chunks of 64 make the best overlap, and
@@ -38,6 +40,7 @@ class Step:
 @dataclass(slots=True)
 class _Progress:
     tokens: list[int]  # prompt and output so far
+    prompt: int
     capacity: int  # tokens that the stages have reserved
     sent: int = 0
     generating: bool = False  # has had a token, or is about to: its last known row is a single one
@@ -82,11 +85,14 @@ class Schedule:
     def __contains__(self, session: int) -> bool:
         return session in self._sessions
 
-    def add(self, session: int, tokens: list[int], capacity: int) -> None:
-        """``tokens``: what is known of the session, at least one; the stages have seen none."""
+    def add(self, session: int, tokens: list[int], prompt: int, capacity: int) -> None:
+        """``tokens``: what is known of the session, at least one; the stages have seen none.
+
+        The first ``prompt`` of them are its prompt.
+        """
         if session in self._sessions or not tokens:
             raise ValueError(f"session {session} is there already, or has no token")
-        self._sessions[session] = _Progress(list(tokens), capacity)
+        self._sessions[session] = _Progress(list(tokens), prompt, capacity)
 
     def remove(self, session: int) -> None:
         """A session that has ended; its rows under way no longer count. Unknown is fine."""
@@ -150,11 +156,14 @@ class Schedule:
         rows = [self._row(session, 1) for session in ready[:MAX_ROWS]]
         budget = self._budget
         for session in prompts[: MAX_ROWS - len(rows)]:
-            count = min(self._sessions[session].pending, self._chunk, budget)
-            if count < 1:
-                break
-            rows.append(self._row(session, count))
-            budget -= count
+            progress = self._sessions[session]
+            count = min(progress.pending, self._chunk, budget)
+            count = without_lone_row(progress.prompt - progress.sent, count)
+            if count > 0:
+                rows.append(self._row(session, count))
+                budget -= count
+        if not rows:
+            return None
         return self._send(rows, bool(ready))
 
     def _spread(self, generating: int) -> int:

@@ -19,8 +19,9 @@ import trio
 from numpy.typing import NDArray
 
 from mesh.identity import PeerId
+from mesh.relay.compute import StageEngine
 from mesh.relay.frames import STEP_KIND, StepHeader, Wire, parse
-from mesh.relay.host import StageEngine, StageHost
+from mesh.relay.host import StageHost
 from mesh.relay.kept import DEFAULT_BYTES
 from mesh.relay.links import Buffer, Links, PeerLost
 from mesh.relay.messages import (

@@ -59,7 +59,7 @@ class ToyStage:
     def sessions(self) -> int:
         return len(self._kv)
 
-    def open(self, session: int) -> None:
+    def open(self, session: int, prompt: int | None = None) -> None:
         self._kv[session] = []
 
     def close(self, session: int) -> None:

@@ -21,7 +21,7 @@ def drain(schedule: Schedule) -> list[Step]:
 def generating(schedule: Schedule, sessions: int) -> None:
     """Bring ``sessions`` sessions to where each has had its first token and waits for nothing."""
     for number in range(sessions):
-        schedule.add(number, [1, 2], 100)
+        schedule.add(number, [1, 2], 2, 100)
     while steps := drain(schedule):
         for step in steps:
             schedule.done(step.number)
@@ -31,7 +31,7 @@ def generating(schedule: Schedule, sessions: int) -> None:
 
 def test_a_prompt_goes_in_chunks_as_many_at_once_as_there_are_stages() -> None:
     schedule = Schedule(3, chunk=4, prefill_budget=8)
-    schedule.add(1, list(range(15)), 100)
+    schedule.add(1, list(range(15)), 15, 100)
     steps = drain(schedule)
     assert [step.rows for step in steps] == [
         (Row(1, 0, 4, False),),
@@ -65,8 +65,8 @@ def test_many_sessions_are_spread_over_the_stages() -> None:
 def test_rows_that_generate_ride_with_prompts_and_prompts_share() -> None:
     schedule = Schedule(2, chunk=4, prefill_budget=8)
     generating(schedule, 2)
-    schedule.add(10, list(range(50)), 100)
-    schedule.add(11, list(range(3)), 100)
+    schedule.add(10, list(range(50)), 50, 100)
+    schedule.add(11, list(range(3)), 3, 100)
     first = schedule.next()
     assert first.rows == (
         Row(0, 2, 1, True),
@@ -83,7 +83,7 @@ def test_rows_that_generate_ride_with_prompts_and_prompts_share() -> None:
 
 def test_a_session_stops_at_its_room_until_it_grows() -> None:
     schedule = Schedule(1)
-    schedule.add(1, list(range(6)), 4)
+    schedule.add(1, list(range(6)), 2, 4)
     [step] = drain(schedule)
     assert step.rows == (Row(1, 0, 4, False),)
     schedule.done(step.number)
@@ -94,9 +94,9 @@ def test_a_session_stops_at_its_room_until_it_grows() -> None:
 
 def test_an_ended_session_leaves_no_step_waiting() -> None:
     schedule = Schedule(1)
-    schedule.add(1, [1], 10)
+    schedule.add(1, [1], 1, 10)
     schedule.next()
-    schedule.add(2, [1], 10)
+    schedule.add(2, [1], 1, 10)
     assert schedule.next() is None
     schedule.remove(1)
     assert schedule.next().rows == (Row(2, 0, 1, True),)
@@ -104,7 +104,7 @@ def test_an_ended_session_leaves_no_step_waiting() -> None:
 
 def test_after_a_recovery_it_goes_on_from_what_the_first_stage_has() -> None:
     schedule = Schedule(2, chunk=4)
-    schedule.add(1, list(range(12)), 100)
+    schedule.add(1, list(range(12)), 12, 100)
     assert len(drain(schedule)) == 2
     schedule.restart({1: 4})
     assert [step.rows for step in drain(schedule)] == [
@@ -121,7 +121,7 @@ def test_after_a_recovery_it_goes_on_from_what_the_first_stage_has() -> None:
 def test_every_token_is_sent_once_in_order_and_all_end(prompts, stages, data) -> None:
     schedule = Schedule(stages, chunk=5, prefill_budget=9)
     for number, length in enumerate(prompts):
-        schedule.add(number, [number] * length, length + 6)
+        schedule.add(number, [number] * length, length, length + 6)
     sent = dict.fromkeys(range(len(prompts)), 0)
     under_way: deque[Step] = deque()
     while sent:
@@ -129,6 +129,8 @@ def test_every_token_is_sent_once_in_order_and_all_end(prompts, stages, data) ->
             under_way.append(step)
             for row in step.rows:
                 assert row.position == sent[row.session]
+                in_prompt = min(row.end, prompts[row.session]) - row.position
+                assert in_prompt != 1 or prompts[row.session] == 1
                 sent[row.session] = row.end
         assert 0 < len(under_way) <= stages
         for _ in range(data.draw(st.integers(1, len(under_way)))):

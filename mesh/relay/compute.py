@@ -1,0 +1,192 @@
+"""One step of a stage, in the stage's thread: rows of frames in, draws or hidden states out.
+
+A session that the engine refuses, or whose logits are no numbers, fails alone: the step is run for
+the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference.paged import StageRange
+from inference.sampling import Sampled as Draw
+from inference.sampling import Sampler, SamplingError, sample
+from inference.stage import Part, StageRefusal, StepBatch
+from mesh.relay.frames import Encoding, Row, encode
+from mesh.relay.refusal import Refusal
+from mesh.relay.sessions import Chain, Session
+
+
+class StageEngine(Protocol):
+    """What the relay uses of :class:`inference.stage.Stage`."""
+
+    @property
+    def range(self) -> StageRange: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def context_length(self) -> int: ...
+    def __contains__(self, session: int) -> bool: ...
+    def open(self, session: int, prompt: int | None = None) -> None: ...
+    def close(self, session: int) -> None: ...
+    def step(self, batch: StepBatch) -> NDArray[Any]: ...
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """Rows that were let in: of ``chain`` at ``epoch``, each with its session."""
+
+    chain: Chain
+    epoch: int
+    step: int
+    rows: list[tuple[Session, Row]]
+    values: NDArray[Any]  # int64 [tokens], or float [tokens, hidden]
+    spent: tuple[float, ...]
+
+    @property
+    def late(self) -> bool:
+        return self.epoch != self.chain.epoch
+
+    def keep_alive(self) -> None:
+        """Leave out rows of sessions that have ended."""
+        alive = [self.chain.sessions.get(row.session) is session for session, row in self.rows]
+        if not all(alive):
+            mask = np.repeat(alive, [row.size for _, row in self.rows])
+            self.values = self.values[mask]
+            self.rows = [entry for entry, live in zip(self.rows, alive, strict=True) if live]
+
+
+@dataclass(slots=True)
+class Result:
+    """Of one step: for a last stage draws by session key, otherwise encoded hidden states for each
+    frame, of the rows that have not failed."""
+
+    failed: dict[int, Refusal]  # by session key
+    seconds: float
+    hidden: list[tuple[Encoding, NDArray[np.floating]]] | None = None
+    draws: dict[int, Draw] | None = None
+
+
+class Computer:
+    """A stage with the samplers of its sessions. Nothing here may be called while a step runs."""
+
+    def __init__(self, stage: StageEngine) -> None:
+        self._stage = stage
+        self._is_last = stage.range.is_last
+        self._dtype = np.int64 if stage.range.is_first else np.float32
+        self._samplers: dict[int, Sampler] = {}
+
+    def close(self, keys: Iterable[int]) -> None:
+        """Sessions have ended: free their blocks."""
+        for key in keys:
+            self.forget_draws(key)
+            self._stage.close(key)
+
+    def forget_draws(self, key: int) -> None:
+        """A session was rewound: what its sampler has counted is counted again from its history."""
+        self._samplers.pop(key, None)
+
+    def step(self, frames: list[Frame]) -> Result:
+        """Run one step; blocks."""
+        started = time.perf_counter()
+        entries = [entry for frame in frames for entry in frame.rows]
+        values = [frame.values for frame in frames]
+        # A copy of the runtime's own: what has arrived is a view that must not be written to.
+        batch = np.concatenate(values, dtype=self._dtype)
+        failed: dict[int, Refusal] = {}
+        while True:
+            parts = [Part(session.key, row.position, row.size) for session, row in entries]
+            sampled = self._to_sample(entries)
+            try:
+                for session, _ in entries:
+                    if session.key not in self._stage:
+                        self._stage.open(session.key, session.prompt)
+                output = self._stage.step(StepBatch(parts, batch, [at for at, _, _ in sampled]))
+                break
+            except StageRefusal as refusal:
+                found = (
+                    [refusal.session] if refusal.session is not None else [p.session for p in parts]
+                )
+                reason = f"{refusal.reason}: {refusal}"
+            except Exception as error:
+                found = [part.session for part in parts]
+                reason = f"{type(error).__name__}: {error}"
+            failed |= {key: Refusal("engine_failed", reason) for key in found}
+            good = [session.key not in failed for session, _ in entries]
+            batch = batch[np.repeat(good, [row.size for _, row in entries])]
+            entries = [entry for entry, ok in zip(entries, good, strict=True) if ok]
+            if not entries:
+                return Result(failed, time.perf_counter() - started)
+        result = Result(failed, 0.0)
+        if self._is_last:
+            result.draws = self._draw(output, sampled, failed)
+        else:
+            result.hidden = encode_frames(frames, output, failed)
+        result.seconds = time.perf_counter() - started
+        return result
+
+    def _to_sample(self, entries: list[tuple[Session, Row]]) -> list[tuple[int, Session, Row]]:
+        """Row numbers of the batch to draw from, each with its session."""
+        found = []
+        end = 0
+        for session, row in entries:
+            end += row.size
+            if self._is_last and row.sample and row.end > session.emit_from:
+                found.append((end - 1, session, row))
+        return found
+
+    def _draw(
+        self,
+        logits: NDArray[np.float32],
+        rows: list[tuple[int, Session, Row]],
+        failed: dict[int, Refusal],
+    ) -> dict[int, Draw]:
+        samplers = [self._sampler(session) for _, session, _ in rows]
+        positions = [row.end - session.prompt for _, session, row in rows]
+        draws: dict[int, Draw] = {}
+        results = sample(logits, samplers, positions) if rows else []
+        for (_, session, _), sampler, draw in zip(rows, samplers, results, strict=True):
+            if isinstance(draw, SamplingError):
+                failed[session.key] = Refusal("engine_failed", str(draw))
+                continue
+            draws[session.key] = draw
+            sampler.count(draw.token_id)
+            if session.history is not None:
+                session.history.append(draw.token_id)
+        return draws
+
+    def _sampler(self, session: Session) -> Sampler:
+        sampler = self._samplers.get(session.key)
+        if sampler is None:
+            if session.sampling is None:
+                raise ValueError("a session of a last stage without sampling parameters")
+            history = session.history or []
+            sampler = Sampler(session.sampling, history[: session.prompt])
+            for token in history[session.prompt :]:
+                sampler.count(token)
+            self._samplers[session.key] = sampler
+        return sampler
+
+
+def encode_frames(
+    frames: list[Frame], output: NDArray[np.float32], failed: dict[int, Refusal]
+) -> list[tuple[Encoding, NDArray[np.floating]]]:
+    encoded = []
+    start = 0
+    for frame in frames:
+        rows = [entry for entry in frame.rows if entry[0].key not in failed]
+        sizes = [row.size for _, row in rows]
+        exact = np.repeat(np.array([session.exact for session, _ in rows], np.bool_), sizes)
+        encoded.append(encode(output[start : start + len(exact)], exact))
+        start += len(exact)
+    return encoded
