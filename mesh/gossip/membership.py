@@ -271,13 +271,25 @@ def apply(table: Table, event: Event, now: float) -> tuple[Table, tuple[Effect, 
 
 
 def _with(table: Table, *changed: Entry, without: Iterable[PeerId] = ()) -> Table:
+    """``table`` with these entries. Its deadline may then be early, never late: that costs a Tick
+    which looks again, and not a look at every entry for each message that comes in."""
     entries = dict(table.entries)
     for peer in without:
         entries.pop(peer, None)
+    deadline = table.deadline
     for entry in changed:
         entries[entry.signed.peer] = entry
-    deadline = min((e.deadline for p, e in entries.items() if p != table.me), default=math.inf)
+        if entry.signed.peer != table.me:
+            deadline = min(deadline, entry.deadline)
     return replace(table, entries=MappingProxyType(entries), deadline=deadline)
+
+
+def _looked_at(table: Table) -> Table:
+    """``table`` with its exact deadline."""
+    deadline = min(
+        (e.deadline for p, e in table.entries.items() if p != table.me), default=math.inf
+    )
+    return replace(table, deadline=deadline)
 
 
 def _mine(table: Table, signed: SignedAdvert, now: float) -> Table:
@@ -458,6 +470,8 @@ def _refused(
 
 
 def _tick(table: Table, now: float) -> tuple[Table, tuple[Effect, ...]]:
+    if now < table.deadline:
+        return table, ()
     changed: list[Entry] = []
     forgotten: list[PeerId] = []
     effects: list[Effect] = []
@@ -479,6 +493,4 @@ def _tick(table: Table, now: float) -> tuple[Table, tuple[Effect, ...]]:
         else:
             changed.append(replace(entry, status="suspect", reason="silent", since=now))
             effects += [Became(peer, "alive", "suspect", "silent"), Probe(peer), Doubt(peer)]
-    if not changed and not forgotten:
-        return table, ()
-    return _with(table, *changed, without=forgotten), tuple(effects)
+    return _looked_at(_with(table, *changed, without=forgotten)), tuple(effects)
