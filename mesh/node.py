@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -49,7 +49,7 @@ from mesh.identity import (
     TrustStore,
     load_identity,
 )
-from mesh.routing import InFlight, RequestFacts, Route, choose
+from mesh.routing import Affinity, InFlight, RequestFacts, Route, choose
 from mesh.transport import DialError, Link, ListenError, Transport, TransportConfig
 
 if TYPE_CHECKING:
@@ -110,6 +110,7 @@ class Node:
         self._chains: Chains | None = None
         self._rng = random.Random()
         self._in_flight = InFlight()
+        self._affinity = Affinity()
         self._holdings = Holdings(on_change=self._announce, on_load=self._report)
         self._started_at = time.time()
         self._stop = trio.Event()
@@ -274,7 +275,12 @@ class Node:
         return WholeModel(replica.engine, replica.identity, self._identity)
 
     def _choose_route(self, facts: RequestFacts) -> Route:
-        return choose(self._gossip.view, facts, rng=self._rng, in_flight=self._in_flight)
+        view, now = self._gossip.view, trio.current_time()
+        cached = self._affinity.cached(facts.marks, tuple(view.nodes), now)
+        facts = replace(facts, cached=cached)
+        route = choose(view, facts, rng=self._rng, in_flight=self._in_flight)
+        self._affinity.remember(facts.marks, route, now)
+        return route
 
     def _track(self, route: Route) -> Callable[[], None]:
         ticket = self._in_flight.started(route, trio.current_time())

@@ -36,12 +36,11 @@ from mesh.receipts import (
     verify,
 )
 from mesh.receipts.record import NONCE_BYTES, serial_text
+from mesh.routing.affinity import facts_of
 from mesh.routing.route import Chain, RequestFacts, Route
 from mesh.transport import Link, TransportError
 
 _log = logging.getLogger(__name__)
-
-_CHARACTERS_PER_TOKEN = 4  # of English; routing needs no more than the order of magnitude
 
 
 @dataclass(frozen=True)
@@ -109,25 +108,6 @@ async def answer(
             )
 
 
-def estimate_prompt_tokens(request: GenerateRequest) -> int:
-    """About how many tokens have to be prefilled, those to resume from included."""
-    if request.prompt_tokens is not None:
-        return len(request.prompt_tokens) + len(request.resume)
-    characters = len(request.prompt or "") + sum(
-        len(text) for message in request.messages or () for text in _texts(message.get("content"))
-    )
-    return characters // _CHARACTERS_PER_TOKEN + len(request.resume) + 1
-
-
-def _texts(content: object) -> list[str]:
-    """The texts of a message: a string, or a list of parts."""
-    if isinstance(content, str):
-        return [content]
-    parts = content if isinstance(content, list | tuple) else ()
-    texts = [part.get("text") for part in parts if isinstance(part, dict)]
-    return [text for text in texts if isinstance(text, str)]
-
-
 def chain_of(route: Route) -> tuple[ChainHop, ...]:
     """The stages of a route that is a chain; empty for a whole model."""
     if not isinstance(route, Chain):
@@ -152,10 +132,8 @@ class _Response:
         # Tokens that are out came from certain weights; only those can carry on.
         pinned = self._digest if request.resume else None
         route = self._around.choose_route(
-            RequestFacts(
-                model=request.model,
-                prompt_tokens=estimate_prompt_tokens(request),
-                max_tokens=request.max_tokens,
+            facts_of(
+                request,
                 digest=pinned,
                 exclude=frozenset(PeerId(peer) for peer in continuation.avoid),
             )

@@ -1,6 +1,6 @@
 """Cost of a route, and the choice of a replica or chain for a request. Pure: no I/O, no clock."""
 
-from mesh.routing.affinity import Affinity, Mark, facts_of, marks_of
+from mesh.routing.affinity import Affinity, facts_of, marks_of
 from mesh.routing.choose import choose
 from mesh.routing.in_flight import InFlight, Ticket
 from mesh.routing.route import (
@@ -9,6 +9,7 @@ from mesh.routing.route import (
     Cost,
     Hop,
     Local,
+    Mark,
     PassedOver,
     Replica,
     RequestFacts,

@@ -11,11 +11,10 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from inference.generation import GenerateRequest
 from mesh.identity import PeerId
-from mesh.routing.route import RequestFacts, Route
+from mesh.routing.route import Mark, RequestFacts, Route
 
 CHARACTERS_PER_TOKEN = 4  # of English text, roughly
 MESSAGE_TOKENS = 4  # what a chat template adds to a message
@@ -23,14 +22,6 @@ MARK_EVERY = 1024  # characters, in prompts that are one text
 MAX_MARKS = 64
 MAX_REMEMBERED = 4096
 KEPT = 600.0  # s; a busy peer has evicted the blocks by then
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A leading part of a prompt: its digest, and its length in (estimated) tokens."""
-
-    digest: bytes
-    tokens: int
 
 
 def estimate_tokens(characters: int) -> int:
@@ -103,7 +94,6 @@ def facts_of(
     *,
     digest: str | None = None,
     exclude: frozenset[PeerId] = frozenset(),
-    cached: Mapping[PeerId, int] | None = None,
 ) -> RequestFacts:
     """What routing needs to know of a request."""
     marks = marks_of(request)
@@ -114,5 +104,5 @@ def facts_of(
         max_tokens=None if request.max_tokens is None else request.max_tokens - done,
         digest=digest,
         exclude=exclude,
-        cached=cached if cached is not None else {},
+        marks=marks,
     )

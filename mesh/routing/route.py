@@ -10,13 +10,22 @@ from mesh.identity import PeerId
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """A leading part of a prompt: its digest, and its length in (estimated) tokens."""
+
+    digest: bytes
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class RequestFacts:
     """What matters of a request for where it runs.
 
     ``prompt_tokens`` counts everything to be prefilled, tokens to resume with included; an estimate
     is enough. ``digest`` pins the exact weights (a resumed request must go on with the same).
-    ``exclude`` are peers that this request has lost or that refused it. ``cached`` is how many
-    leading tokens of the prompt a peer probably still holds in its KV cache.
+    ``exclude`` are peers that this request has lost or that refused it. ``marks`` describe the
+    prompt's leading parts, and ``cached`` is how many leading tokens of it a peer probably still
+    holds in its KV cache.
     """
 
     model: str
@@ -24,6 +33,7 @@ class RequestFacts:
     max_tokens: int | None = None
     digest: str | None = None
     exclude: frozenset[PeerId] = frozenset()
+    marks: tuple[Mark, ...] = ()
     cached: Mapping[PeerId, int] = field(default_factory=lambda: MappingProxyType({}))
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from inference.generation import GenerateRequest
-from mesh.routing import Affinity, InFlight, choose, facts_of, marks_of
-from mesh.routing.affinity import KEPT, MAX_MARKS, MAX_REMEMBERED, Mark
+from mesh.routing import Affinity, InFlight, Mark, choose, facts_of, marks_of
+from mesh.routing.affinity import KEPT, MAX_MARKS, MAX_REMEMBERED
 
 TURNS = tuple(
     {"role": "user" if i % 2 == 0 else "assistant", "content": f"turn {i} " * 40} for i in range(9)
@@ -41,9 +42,8 @@ def test_the_next_turn_goes_back(make_view):
     affinity, in_flight = Affinity(), InFlight()
     request = chat(7)
     for seed in range(20):
-        facts = facts_of(
-            request, cached=affinity.cached(marks_of(request), sorted(view.nodes), 101.0)
-        )
+        cached = affinity.cached(marks_of(request), sorted(view.nodes), 101.0)
+        facts = replace(facts_of(request), cached=cached)
         chosen = choose(view, facts, rng=random.Random(seed), in_flight=in_flight)
         assert chosen.peer == "C"
     longer = GenerateRequest(model="m", messages=TURNS, max_tokens=16)
@@ -53,7 +53,7 @@ def test_the_next_turn_goes_back(make_view):
     affinity.remember(marks_of(request), route, 101.0)
     cached = affinity.cached(marks_of(longer), sorted(view.nodes), 102.0)
     assert cached == {"A": marks_of(request)[-1].tokens}
-    facts = facts_of(longer, cached=cached)
+    facts = replace(facts_of(longer), cached=cached)
     assert choose(view, facts, rng=random.Random(0), in_flight=in_flight).peer == "A"
     assert affinity.cached(marks_of(longer), sorted(view.nodes), 102.0 + KEPT) == {}
 
