@@ -55,14 +55,16 @@ class StageRange:
 class StageConfig:
     """How a stage is compiled.
 
-    ``kv_precision`` f16 and f32 are token-exact across cuts and batches; u8 takes about half of the
-    memory of f16 and is approximate. ``kv_bytes`` is the memory for KV blocks, taken as it fills.
+    ``kv_precision`` f32 gives the same tokens alone, in any batch, after a resume and cut anywhere.
+    f16 takes half of the memory and does so for greedy generation, but a seeded one may take
+    another turn when its company changes. u8 takes half of that and is approximate.
+    ``kv_bytes`` is the memory for KV blocks, taken as it fills.
     ``threads`` limits inference threads on a CPU (None: the runtime's choice).
     """
 
     device: str = "CPU"
     threads: int | None = None
-    kv_precision: KvPrecision = "f16"
+    kv_precision: KvPrecision = "f32"
     kv_bytes: int = 1 << 30
 
     def properties(self) -> dict[str, Any]:

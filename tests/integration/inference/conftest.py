@@ -19,7 +19,7 @@ ZOO = Path(__file__).parents[2] / "data" / "zoo"
 class Uncut:
     """Greedy generation by the runtime's own stateful execution of a whole model."""
 
-    def __init__(self, path: Path, kv_precision: str = "f16") -> None:
+    def __init__(self, path: Path, kv_precision: str) -> None:
         properties = {**exact_properties("CPU"), "KV_CACHE_PRECISION": kv_precision}
         compiled = ov.Core().compile_model(path, "CPU", properties)
         self._request = compiled.create_infer_request()

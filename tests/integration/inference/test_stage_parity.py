@@ -143,14 +143,14 @@ def prompts(demo_model: ModelManifest) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(demo_model: ModelManifest, prompts: list[list[int]], uncut: Any) -> list[list[int]]:
-    model = uncut(demo_model.file("openvino_model.xml"))
+    model = uncut(demo_model.file("openvino_model.xml"), "f32")
     return [model.greedy(prompt, TOKENS)[0] for prompt in prompts]
 
 
 @pytest.fixture(params=CUTS, scope="module")
 def chain(request: pytest.FixtureRequest, whole: Splittable) -> Iterator[Chain]:
     bounds = CUTS[request.param]
-    config = StageConfig(kv_bytes=1 << 27)
+    config = StageConfig(kv_bytes=1 << 28)
     stages = [
         Stage(whole.cut(first, last), config, context_length=2048)
         for first, last in itertools.pairwise(bounds)
@@ -179,7 +179,7 @@ def test_greedy_in_a_mixed_batch(
 @pytest.fixture(scope="module")
 def seeded(whole: Splittable, prompts: list[list[int]]) -> list[list[int]]:
     """What one stage draws for each prompt alone."""
-    stage = Stage(whole.cut(0, 30), StageConfig(kv_bytes=1 << 27), context_length=2048)
+    stage = Stage(whole.cut(0, 30), StageConfig(kv_bytes=1 << 28), context_length=2048)
     one = Chain([stage])
     drawn = [one.alone(p, 48, asked) for p, asked in zip(prompts, SEEDED, strict=False)]
     one.worker.stop()

@@ -57,7 +57,7 @@ def test_one_stage_per_layer_equals_the_uncut_model(
     reference = uncut(path, "f32")
     whole = read_splittable(path)
     assert whole.layers == 3
-    config = StageConfig(kv_precision="f32", kv_bytes=1 << 22, threads=1)
+    config = StageConfig(kv_bytes=1 << 22, threads=1)
     stages = [
         Stage(whole.cut(layer, layer + 1), config, context_length=256)
         for layer in range(whole.layers)
