@@ -19,7 +19,7 @@ import trio
 from inference.errors import ErrorCode, GenerationError
 from inference.generation import FinishReason
 from mesh.identity import PeerId
-from mesh.relay.frames import parse
+from mesh.relay.frames import Encoding, parse
 from mesh.relay.links import PeerLost, at_once
 from mesh.relay.mending import Mender, Spare
 from mesh.relay.messages import (
@@ -53,8 +53,9 @@ _ASTRAY = frozenset({"unknown_chain", "unknown_session", "wrong_position", "stal
 class ChainHead:
     """One chain. ``route`` begins with this node; ``slots`` sessions run, ``queue`` more may wait.
 
-    ``changed`` is called when a session starts or ends. Raises ValueError for a route that is none,
-    or whose first stage is not loaded here.
+    ``activations`` f16 halves what goes over the network; then the chain is only approximately the
+    uncut model. ``changed`` is called when a session starts or ends. Raises ValueError for a route
+    that is none, or whose first stage is not loaded here.
     """
 
     def __init__(
@@ -67,9 +68,10 @@ class ChainHead:
         spare: Spare,
         slots: int = 16,
         queue: int = 64,
+        activations: Encoding = "f32",
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        self.ring = Ring(model, layers, route)
+        self.ring = Ring(model, layers, route, activations=activations)
         host = relay.host(model, route[0].first, route[0].last)
         if host is None or route[0].peer != relay.links.me:
             raise ValueError("rank 0 of the route is not a stage that is loaded on this node")
@@ -162,8 +164,8 @@ class ChainHead:
                 raise
         finally:
             self._entering -= 1
+            self._changed()
         session.started = trio.current_time()
-        self._changed()
 
     def end(self, session: HeadSession) -> None:
         """The session is over or not wanted any more: free it everywhere. Twice is fine."""

@@ -181,12 +181,11 @@ class Computer:
 def encode_frames(
     frames: list[Frame], output: NDArray[np.float32], failed: dict[int, Refusal]
 ) -> list[tuple[Encoding, NDArray[np.floating]]]:
+    """The output of each frame's rows that have not failed, as it goes on the wire."""
     encoded = []
     start = 0
     for frame in frames:
-        rows = [entry for entry in frame.rows if entry[0].key not in failed]
-        sizes = [row.size for _, row in rows]
-        exact = np.repeat(np.array([session.exact for session, _ in rows], np.bool_), sizes)
-        encoded.append(encode(output[start : start + len(exact)], exact))
-        start += len(exact)
+        tokens = sum(row.size for session, row in frame.rows if session.key not in failed)
+        encoded.append(encode(output[start : start + tokens], frame.chain.activations))
+        start += tokens
     return encoded

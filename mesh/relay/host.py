@@ -10,7 +10,7 @@ The stage computes in a thread; everything else here happens in the trio thread,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -23,7 +23,7 @@ from mesh.identity import PeerId
 from mesh.relay.compute import Computer, Frame, Result, StageEngine
 from mesh.relay.frames import Encoding, Row, StepHeader, decode, not_finite, rows_of
 from mesh.relay.kept import DEFAULT_BYTES, KeptOutput, Piece
-from mesh.relay.messages import Refused, RefusedSession, Sampled, Tokens, TopLogprob
+from mesh.relay.messages import Open, Refused, RefusedSession, Sampled, Tokens, TopLogprob
 from mesh.relay.refusal import Refusal
 from mesh.relay.schedule import Step
 from mesh.relay.sessions import Chain, Session, SessionTable, StageFacts
@@ -53,11 +53,17 @@ class StageHost:
     """Runs one stage for all chains that it is in.
 
     ``model`` is the digest of the model that the stage was cut from. ``kept_bytes`` bounds the
-    output that is kept for replay.
+    output that is kept for replay. ``on_load`` is called when sessions have come or gone.
     """
 
     def __init__(
-        self, stage: StageEngine, model: str, outlet: Outlet, *, kept_bytes: int = DEFAULT_BYTES
+        self,
+        stage: StageEngine,
+        model: str,
+        outlet: Outlet,
+        *,
+        kept_bytes: int = DEFAULT_BYTES,
+        on_load: Callable[[], None] = lambda: None,
     ) -> None:
         self.facts = StageFacts(
             model=model,
@@ -71,6 +77,7 @@ class StageHost:
         )
         self.table = SessionTable(self.facts)
         self.kept = KeptOutput(kept_bytes)
+        self._on_load = on_load
         self._computer = Computer(stage)
         self._outlet = outlet
         self._queue: deque[Frame] = deque()
@@ -102,7 +109,7 @@ class StageHost:
     def submit(self, me: PeerId, chain_id: bytes, epoch: int, step: Step) -> None:
         """Rows of token ids from this node's own head, for a first stage."""
         header = StepHeader(
-            chain=chain_id, epoch=epoch, step=step.number, encoding="f16", rows=step.rows
+            chain=chain_id, epoch=epoch, step=step.number, encoding="f32", rows=step.rows
         )
         chain = self.table.expect(me, header)
         if chain is not None:
@@ -141,13 +148,24 @@ class StageHost:
             Refused(chain=chain.id, epoch=epoch, step=step, ended=ended, sessions=sessions),
         )
 
-    def free(self, sessions: Iterable[Session]) -> None:
+    def open(
+        self, sender: PeerId, message: Open, histories: Sequence[list[int]]
+    ) -> list[RefusedSession]:
+        """Open sessions (see :meth:`SessionTable.open`); returns those refused."""
+        refused, ended = self.table.open(sender, message, histories)
+        self.free(ended)
+        self._on_load()
+        return refused
+
+    def free(self, sessions: Collection[Session]) -> None:
         """Sessions that the table has ended: give back what they hold here."""
         for session in sessions:
             self.kept.drop(session.key)
             self._ended.append(session.key)
         if not self._step:
             self._clear()
+        if sessions:
+            self._on_load()
 
     def _clear(self) -> None:
         self._computer.close(self._ended)

@@ -1,7 +1,7 @@
 """Activations that a stage has sent, kept so that they can be sent again after a loss. Pure.
 
 When the next stage is lost, its replacement needs the input that the lost one had: the output of
-this stage. Keeping it costs ``hidden * 2`` bytes per token (f16), so a bound on all sessions
+this stage. Keeping it costs ``hidden * 4`` bytes per token (f32), so a bound on all sessions
 together is needed; beyond it the session that takes most is given up (it can still be replayed from
 its token ids, by computing every layer again).
 """

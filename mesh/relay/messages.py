@@ -35,11 +35,10 @@ class OpenSession(Wire):
     """One session as a stage has to know it.
 
     ``capacity`` is the number of tokens to reserve. Rows before ``emit_from`` are computed but
-    their output goes nowhere: who comes next has it already. ``exact``: its activations are not to
-    be rounded on the way. The last stage gets ``sampling``, and draws the output token of index
-    ``n`` from the row at position ``prompt + n - 1``. ``history`` says how many token ids of the
-    session (prompt, then output) are in the message's payload, as little-endian int32: all of them
-    when penalties need them, otherwise none.
+    their output goes nowhere: who comes next has it already. The last stage gets ``sampling``, and
+    draws the output token of index ``n`` from the row at position ``prompt + n - 1``. ``history``
+    says how many token ids of the session (prompt, then output) are in the message's payload, as
+    little-endian int32: all of them when penalties need them, otherwise none.
     """
 
     session: Number
@@ -47,7 +46,6 @@ class OpenSession(Wire):
     emit_from: Number = 0
     prompt: Annotated[int, Field(ge=1, lt=1 << 24)]
     history: Annotated[int, Field(ge=0, lt=1 << 24)] = 0
-    exact: bool = False
     sampling: SamplingParams | None = None
 
 
@@ -61,7 +59,10 @@ class Neighbours(Wire):
 
 
 class Open(Neighbours):
-    """Reserve room for sessions. Everything is checked before any memory is."""
+    """Reserve room for sessions. Everything is checked before any memory is taken.
+
+    ``activations`` between stages: all f32, or f16 where it can hold the values.
+    """
 
     version: Literal[1] = 1
     model: Digest
@@ -70,7 +71,7 @@ class Open(Neighbours):
     layers: Number
     rank: Annotated[int, Field(ge=0, lt=MAX_STAGES)]
     stages: Annotated[int, Field(ge=1, le=MAX_STAGES)]
-    encodings: Annotated[tuple[Encoding, ...], Listed] = Field(("f16", "f32"), min_length=1)
+    activations: Encoding
     sessions: Annotated[tuple[OpenSession, ...], Listed] = Field(
         min_length=1, max_length=MAX_SESSIONS
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mesh.identity import PeerId
+from mesh.relay.frames import Encoding
 from mesh.relay.messages import Neighbours, Open, OpenSession
 from mesh.relay.session_state import HeadSession
 from mesh.relay.sessions import needs_history
@@ -29,11 +30,15 @@ Route = tuple[Hop, ...]
 class Ring:
     """Hops in order, the first is the head's own; together they cover ``layers`` exactly.
 
+    ``activations`` between stages: ``f32`` is exact, ``f16`` approximate and half the size.
+
     Raises ValueError for a route that does not, or that names a node twice: the chain alone has to
     say which of a node's stages a message is for.
     """
 
-    def __init__(self, model: str, layers: int, route: Sequence[Hop]) -> None:
+    def __init__(
+        self, model: str, layers: int, route: Sequence[Hop], *, activations: Encoding = "f32"
+    ) -> None:
         due = 0
         for hop in route:
             if hop.first != due or hop.last <= hop.first:
@@ -48,6 +53,7 @@ class Ring:
         self.layers = layers
         self.route: Route = tuple(route)
         self.epoch = 1
+        self.activations: Encoding = activations
 
     @property
     def tail(self) -> PeerId:
@@ -83,6 +89,7 @@ class Ring:
             layers=self.layers,
             rank=rank,
             stages=len(self.route),
+            activations=self.activations,
             sessions=tuple(sessions),
         )
 
@@ -98,7 +105,6 @@ class Ring:
             emit_from=emit_from,
             prompt=session.prompt,
             history=len(history),
-            exact=session.sampling.temperature > 0,
             sampling=session.sampling if last else None,
         )
         return described, np.array(history, "<i4").tobytes()

@@ -102,10 +102,18 @@ class Relay:
 
     @asynccontextmanager
     async def stage(
-        self, engine: StageEngine, model: str, *, kept_bytes: int = DEFAULT_BYTES
+        self,
+        engine: StageEngine,
+        model: str,
+        *,
+        kept_bytes: int = DEFAULT_BYTES,
+        on_load: Callable[[], None] = lambda: None,
     ) -> AsyncIterator[StageHost]:
-        """Serve a loaded stage of the model with digest ``model`` while the context is open."""
-        host = StageHost(engine, model, self, kept_bytes=kept_bytes)
+        """Serve a loaded stage of the model with digest ``model`` while the context is open.
+
+        ``on_load`` is called when sessions of the stage have come or gone, whoever their head is.
+        """
+        host = StageHost(engine, model, self, kept_bytes=kept_bytes, on_load=on_load)
         key = (model, host.facts.first, host.facts.last)
         if key in self._hosts:
             raise ValueError(f"layers {key[1]}-{key[2]} of this model are already served here")
@@ -163,8 +171,7 @@ class Relay:
         if sender != self.links.me and message.first == 0:
             raise Refusal("wrong_rank", "rank 0 is the head: it opens its own stage itself")
         await self._reach(PeerId(message.next))
-        refused, ended = host.table.open(sender, message, ids)
-        host.free(ended)
+        refused = host.open(sender, message, ids)
         if message.chain in host.table.chains:
             self._chains[message.chain] = host
         return Opened(refused=tuple(refused), free_tokens=host.table.free_tokens)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from inference.generation import SamplingParams
 from mesh.identity import PeerId
-from mesh.relay.frames import Row, StepHeader
+from mesh.relay.frames import Encoding, Row, StepHeader
 from mesh.relay.messages import (
     Close,
     Grow,
@@ -69,7 +69,6 @@ class Session:
     capacity: int
     prompt: int
     emit_from: int
-    exact: bool
     sampling: SamplingParams | None
     history: list[int] | None  # token ids so far, where penalties need them
     accepted: int = 0
@@ -88,7 +87,7 @@ class Chain:
     next: PeerId
     rank: int
     stages: int
-    encodings: frozenset[str]
+    activations: Encoding
     sessions: dict[int, Session] = field(default_factory=dict)
 
 
@@ -192,7 +191,6 @@ class SessionTable:
             capacity=wanted.capacity,
             prompt=wanted.prompt,
             emit_from=wanted.emit_from,
-            exact=wanted.exact,
             sampling=wanted.sampling,
             history=history if needed else None,
         )
@@ -293,8 +291,8 @@ class SessionTable:
             return None
         if header.epoch > chain.epoch:
             raise Refusal("stale_epoch", f"the chain is at epoch {chain.epoch} here")
-        if header.encoding not in chain.encodings:
-            raise Refusal("wrong_encoding", f"{header.encoding} was not agreed for this chain")
+        if header.encoding == "f16" and chain.activations != "f16":
+            raise Refusal("wrong_encoding", "activations of this chain are f32")
         return chain
 
     def accept(self, chain: Chain, rows: Iterable[Row]) -> dict[int, Refusal]:
@@ -366,9 +364,9 @@ def _chain(head: PeerId, message: Open) -> Chain:
         next=PeerId(message.next),
         rank=message.rank,
         stages=message.stages,
-        encodings=frozenset(message.encodings),
+        activations=message.activations,
     )
 
 
 def _description(chain: Chain) -> tuple[object, ...]:
-    return (chain.previous, chain.next, chain.rank, chain.stages, chain.encodings)
+    return (chain.previous, chain.next, chain.rank, chain.stages, chain.activations)

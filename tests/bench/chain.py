@@ -284,11 +284,11 @@ async def compare(rounds: int, tokens: int, sessions_list: Sequence[int]) -> lis
                 figures.append(
                     figure(
                         "bytes per token and hop, one session or more, hidden size "
-                        f"{manifest.hidden_size} in f16",
+                        f"{manifest.hidden_size} in f32",
                         "bytes",
                         links.bytes / links.tokens,
                         "the activations alone",
-                        manifest.hidden_size * 2.0,
+                        manifest.hidden_size * 4.0,
                         None,
                         rounds,
                         lower=True,

@@ -11,7 +11,7 @@ from mesh.relay.messages import CLOSE, FENCE, GROW, LOST, OPEN, PROBE, REFUSED, 
 from mesh.relay.refusal import Refusal
 
 
-def frame(chain: bytes, rows, *, hidden: int = 8, encoding: str = "f16", value=1.0, **changes):
+def frame(chain: bytes, rows, *, hidden: int = 8, encoding: str = "f32", value=1.0, **changes):
     tokens = sum(row[2] for row in rows)
     dtype = "<f2" if encoding == "f16" else "<f4"
     payload = np.full((tokens, hidden), value, dtype).tobytes()
@@ -74,7 +74,8 @@ def test_frames_of_a_neighbour_and_of_a_stranger(toys) -> None:
             wrong = [
                 frame(chain, [(99, 0, 1)]),
                 frame(chain, [(number, at, 1)], value=np.nan),
-                frame(chain, [(number, at, 1)], value=np.inf, encoding="f32"),
+                frame(chain, [(number, at, 1)], value=np.inf),
+                frame(chain, [(number, at, 1)], encoding="f16"),
             ]
             for body, payload in wrong:
                 relay.take(a, STEP_KIND, body, payload)
@@ -82,8 +83,8 @@ def test_frames_of_a_neighbour_and_of_a_stranger(toys) -> None:
             relay.take(a, STEP_KIND, body, payload[:-1])
             await trio.sleep(0.05)
             codes = {code for to, _, code in told if to == a}
-            assert {"unknown_session", "not_finite", "bad_size"} <= codes
-            with pytest.raises(Exception, match=r"not_finite|bad_size"):
+            assert {"unknown_session", "not_finite", "bad_size", "wrong_encoding"} <= codes
+            with pytest.raises(Exception, match=r"not_finite|bad_size|wrong_encoding"):
                 while True:
                     await victim.get()
             while len(tokens) < 60:

@@ -15,7 +15,7 @@ from inference.generation import SamplingParams
 SEEDED = SamplingParams(temperature=0.9, seed=11, frequency_penalty=0.4)
 
 
-async def ring(world, spares: int = 2, **options):
+async def ring(world, spares: int = 2, activations: str = "f32", **options):
     """A chain of four stages, with spares for all but the first."""
     first = await world.add("head", 0, 2, 8)
     rest = []
@@ -31,7 +31,7 @@ async def ring(world, spares: int = 2, **options):
         rest.append(await world.add(name, a, b, 8, **options))
         for number in range(spares):
             await world.add(f"{name}{number}", a, b, 8, **options)
-    return world.head(first, *rest)
+    return world.head(first, *rest, activations=activations)
 
 
 def asks(toys, rng: random.Random, count: int):
@@ -54,13 +54,14 @@ def asks(toys, rng: random.Random, count: int):
         max_size=2,
     ),
     sessions=st.integers(1, 6),
-    kept=st.sampled_from([1 << 20, 600]),
+    kept=st.sampled_from([1 << 20, 1200]),
+    activations=st.sampled_from(["f32", "f16"]),
 )
-def test_no_token_is_lost_or_doubled(toys, seed, losses, sessions, kept) -> None:
+def test_no_token_is_lost_or_doubled(toys, seed, losses, sessions, kept, activations) -> None:
     async def main() -> None:
         rng = random.Random(seed)
         async with toys.open_world(seed, delay=0.001) as world:
-            head = await ring(world, kept_bytes=kept)
+            head = await ring(world, kept_bytes=kept, activations=activations)
             wanted = asks(toys, rng, sessions)
             got: dict[int, list[int]] = {}
 

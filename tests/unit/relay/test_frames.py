@@ -41,34 +41,29 @@ def refusal(call, *arguments) -> str:
     return caught.value.code
 
 
-def rounded(count: int) -> np.ndarray:
-    return np.zeros(count, np.bool_)
-
-
 def test_values_survive_the_way() -> None:
     hidden = np.array([[1.5, -2.0], [0.25, 3.0], [100.0, 65504.0]], np.float32)
-    encoding, values = encode(hidden, rounded(3))
+    encoding, values = encode(hidden, "f16")
     assert (encoding, values.nbytes) == ("f16", 12)
     assert (decode(header(), values.tobytes(), 2) == hidden).all()
 
 
+def test_single_floats_are_exact() -> None:
+    hidden = np.array([[1 / 3, 2e9], [-1e-9, 3.0], [0.1, 0.2]], np.float32)
+    encoding, values = encode(hidden, "f32")
+    assert encoding == "f32"
+    assert (decode(header(encoding="f32"), values.tobytes(), 2) == hidden).all()
+
+
 def test_a_value_beyond_half_floats_makes_the_frame_one_of_single_floats() -> None:
     hidden = np.array([[1 / 3, 2.0], [70000.0, 1 / 3], [1 / 3, 1.0]], np.float32)
-    encoding, values = encode(hidden, rounded(3))
+    encoding, values = encode(hidden, "f16")
     assert encoding == "f32"
     received = decode(header(encoding="f32"), values.tobytes(), 2)
     assert (received[1] == hidden[1]).all()
     # Those that fit are rounded as they are without such a neighbour.
-    alone = encode(hidden[:1], rounded(1))[1]
+    alone = encode(hidden[:1], "f16")[1]
     assert received[0, 0] == alone[0, 0] != hidden[0, 0]
-
-
-def test_exact_tokens_are_not_rounded_and_do_not_change_their_neighbours() -> None:
-    hidden = np.full((2, 2), 1 / 3, np.float32)
-    encoding, values = encode(hidden, np.array([True, False]))
-    assert encoding == "f32"
-    assert values[0, 0] == hidden[0, 0]
-    assert values[1, 0] == np.float32(np.float16(1 / 3))
 
 
 @pytest.mark.parametrize("size", [0, 11, 13, 24])

@@ -25,7 +25,7 @@ FACTS = StageFacts(
 def opening(*numbers: int, capacity: int = 32, **changes) -> Open:
     fields = {
         "chain": CHAIN, "epoch": 1, "previous": HEAD, "next": NEXT, "model": FACTS.model,
-        "first": 4, "last": 8, "layers": 12, "rank": 1, "stages": 3,
+        "first": 4, "last": 8, "layers": 12, "rank": 1, "stages": 3, "activations": "f16",
         "sessions": [
             OpenSession(session=n, capacity=capacity, prompt=5).model_dump() for n in numbers
         ],
@@ -81,8 +81,7 @@ def test_a_mismatch_is_refused_by_name_before_anything(changes, expected) -> Non
         {"rank": 2},
         {"rank": 3},
         {"first": 8, "last": 4},
-        {"encodings": ["f64"]},
-        {"encodings": []},
+        {"activations": "f64"},
         {"version": 2},
         {"sessions": []},
         {"previous": "short"},
@@ -139,8 +138,8 @@ def test_a_chain_belongs_to_its_head_and_its_neighbours() -> None:
     assert code(made.expect, OTHER, frame((1, 0, 1))) == "wrong_peer"
     assert code(made.expect, HEAD, frame((1, 0, 1), chain=b"2" * 16)) == "unknown_chain"
     assert code(made.expect, HEAD, frame((1, 0, 1), epoch=2)) == "stale_epoch"
-    made.open(HEAD, opening(5, chain=b"3" * 16, encodings=["f16"]), [[]])
-    header = frame((5, 0, 1), chain=b"3" * 16, encoding="f32")
+    made.open(HEAD, opening(5, chain=b"3" * 16, activations="f32"), [[]])
+    header = frame((5, 0, 1), chain=b"3" * 16, encoding="f16")
     assert code(made.expect, HEAD, header) == "wrong_encoding"
 
 
