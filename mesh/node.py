@@ -188,7 +188,10 @@ class Node:
                     await self._stop.wait()
                     _log.info("stopping")
                     self._gossip.announce(state="draining")
+                    last = trio.current_time() + HAND_OVER_SECONDS
                     await self._forward.leave(HAND_OVER_SECONDS)
+                    with trio.move_on_at(last):
+                        await self._wait_idle()  # stages in chains of other heads
             await self._gossip.leave()
             nursery.cancel_scope.cancel()
         await self._holdings.aclose()
@@ -239,7 +242,9 @@ class Node:
                     StagedModel(manifest, await loading.open_tokenizer(manifest))
                 )
                 stage, speed = await loading.open_stage(manifest, layers, self._config)
-                await stack.enter_async_context(relay.stage(stage, manifest.digest))
+                await stack.enter_async_context(
+                    relay.stage(stage, manifest.digest, on_load=self._report)
+                )
                 load = partial(self._chains.load, manifest.digest, *layers)
                 self._holdings.add_stage(number, speed, stage.context_length, load)
             task_status.started()
@@ -365,10 +370,13 @@ class Node:
     async def drain(self, timeout: float) -> bool:
         self._gossip.announce(state="draining")
         with trio.move_on_after(timeout) as limit:
-            while any(load.active or load.waiting for load in self._holdings.loads):
-                await self._load_changed.wait()
+            await self._wait_idle()
         self._stop.set()
         return not limit.cancelled_caught
+
+    async def _wait_idle(self) -> None:
+        while any(load.active or load.waiting for load in self._holdings.loads):
+            await self._load_changed.wait()
 
     async def wait(self, *, peers: int, model: str | None, timeout: float) -> bool:
         def holds(view: View) -> bool:

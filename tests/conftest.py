@@ -1,10 +1,17 @@
-"""Shared by all tests: certificates of one network without a CA on disk, and the demo model."""
+"""Shared by all tests: certificates of one network without a CA on disk, the demo model, and
+networks of real node processes."""
 
 from __future__ import annotations
 
 import os
+import re
+import signal
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import platformdirs
@@ -21,6 +28,9 @@ from inference.store.download import pull
 from inference.store.manifest import ModelManifest
 from inference.store.store import ModelStore
 from mesh.identity import Identity, identity_of
+
+BIN = Path(sys.executable).parent
+READY_TIMEOUT = 180.0  # s: the first start may compile the model
 
 
 class TestAuthority:
@@ -83,3 +93,138 @@ def demo_model() -> ModelManifest:
     usual = platformdirs.user_cache_path("meshnode", appauthor=False) / "models"
     store = ModelStore(Path(os.environ.get("MESHNODE_MODELS") or usual))
     return pull(store, DEMO_MODEL)
+
+
+@dataclass
+class NodeProcess:
+    """One `meshnode start`, with what its ready line said and all that it logged."""
+
+    name: str
+    home: Path
+    environment: dict[str, str]
+    process: subprocess.Popen[str]
+    log: list[str] = field(default_factory=list)
+    api: str = ""
+    peer: str = ""
+    listen: str = ""
+
+    def cli(self, *arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """A `meshnode` command in this node's home."""
+        command, *rest = arguments
+        return subprocess.run(
+            [str(BIN / "meshnode"), command, "--home", str(self.home), *rest],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    def stop(self, how: signal.Signals = signal.SIGTERM, timeout: float = 20.0) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+
+class Network:
+    """A CA and the nodes it admits. Each test module makes its own."""
+
+    def __init__(self, folder: Path, models: Path | None) -> None:
+        self.folder = folder
+        self.nodes: dict[str, NodeProcess] = {}
+        self.environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("MESHNODE_")},
+            "MESHCA_PASSPHRASE": "correct horse battery staple",
+        }
+        if models is not None:
+            self.environment["MESHNODE_MODELS"] = str(models)
+        self.ca("init", "--network", "test")
+
+    def run(self, program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(BIN / program), *map(str, arguments)],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    def ca(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        done = self.run("meshca", "--dir", self.folder / "ca", *arguments)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    @property
+    def ca_pem(self) -> Path:
+        return self.folder / "ca" / "ca.pem"
+
+    def home(self, name: str) -> Path:
+        return self.folder / name
+
+    def admit(self, name: str, roles: str = "serve,use", *flags: str) -> Path:
+        home, csr = self.home(name), self.folder / f"{name}.csr"
+        if not (home / "node.pem").exists():
+            done = self.run("meshnode", "init", "--home", home, "--name", name, "--csr", csr)
+            assert done.returncode == 0, done.stderr
+            self.ca("issue", csr, "--roles", roles, "-o", home / "node.pem", *flags)
+        return home
+
+    def launch(self, name: str, *flags: str) -> NodeProcess:
+        """Start a process without waiting for it to be ready."""
+        home = self.admit(name)
+        defaults = {
+            "--api": "127.0.0.1:0",
+            "--listen": "/ip4/127.0.0.1/udp/0/quic-v1",
+        }
+        given = [f for k, v in defaults.items() if k not in flags for f in (k, v)]
+        command = [str(BIN / "meshnode"), "start", "--home", str(home), *given, *flags]
+        if "--mdns" not in flags:
+            command.append("--no-mdns")
+        process = subprocess.Popen(
+            [part for part in command if part != "--mdns"],
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        node = NodeProcess(name, home, self.environment, process)
+
+        def read_log() -> None:
+            for line in process.stderr or ():
+                node.log.append(line)
+
+        threading.Thread(target=read_log, daemon=True).start()
+        self.nodes[name] = node
+        return node
+
+    def start(self, name: str, *flags: str, peers: tuple[NodeProcess, ...] = ()) -> NodeProcess:
+        """Start a node and wait for its ready line."""
+        node = self.launch(name, *flags, *(f for p in peers for f in ("--peer", p.listen)))
+        killer = threading.Timer(READY_TIMEOUT, node.process.kill)
+        killer.start()
+        line = node.process.stdout.readline() if node.process.stdout else ""
+        killer.cancel()
+        match = re.fullmatch(r"ready api=(\S+) peer=(\S+) listen=(\S+)\n", line)
+        if match is None:
+            node.process.kill()
+            pytest.fail(f"{name} is not ready: {line!r}\n{''.join(node.log)}")
+        node.api, node.peer, listen = match.groups()
+        node.listen = listen.split(",")[0]
+        return node
+
+    def close(self) -> None:
+        for node in self.nodes.values():
+            if node.process.poll() is None:
+                node.process.send_signal(signal.SIGTERM)
+        for node in self.nodes.values():
+            node.stop()
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+    network = Network(tmp_path_factory.mktemp("network"), models=None)
+    yield network
+    network.close()
