@@ -123,6 +123,13 @@ def _guard(swarm: Any, is_admitted: Callable[[Any], bool]) -> None:
             with trio.CancelScope(shield=True):
                 await muxed.close()
             raise SwarmException(f"{muxed.peer_id} is not admitted")
-        return await register(muxed, direction)
+        connection = await register(muxed, direction)
+        if muxed.is_closed:
+            # It closed while it was being registered: the swarm has cleaned up before it entered
+            # it, and would keep it, and gossip its peer, for ever.
+            swarm.remove_conn(connection)
+            await swarm.notify_disconnected(connection)
+            raise SwarmException(f"the connection to {muxed.peer_id} closed at once")
+        return connection
 
     swarm.add_conn = add_conn

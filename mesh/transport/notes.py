@@ -58,7 +58,7 @@ class NoteDesk:
     # -- sending ------------------------------------------------------------------------------
 
     async def may_send(self, kind: str, size: int, check_up: Callable[[], None]) -> None:
-        """Wait for credit and take ``size`` bytes of it; ``check_up`` raises when the link is down."""
+        """Wait for credit and take ``size`` bytes of it. ``check_up`` raises for a dead link."""
         credit = self._credit.setdefault(kind, SendCredit())
         while not credit.may_send:
             self._granted[kind] = trio.Event()

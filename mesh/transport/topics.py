@@ -28,6 +28,7 @@ Validator = Callable[[PeerId, bytes], bool]
 
 MAX_MESSAGE = 64 << 10  # bytes of one message; adverts are 4 KB
 _LOOK_AGAIN = (1.0, 3.0, 10.0, 30.0)  # seconds between looks whether a peer is in
+_SETTLE = 2.0  # seconds after a link was lost
 _QUEUE = 1024  # messages that wait for a subscriber of ours
 
 
@@ -60,11 +61,14 @@ class Topics:
             host, router, strict_signing=True, max_inbound_rpc_size=4 * MAX_MESSAGE
         )
         self._router = router
-        network = host.get_network()
-        for notifee in list(network.notifees):
+        self._enter = self._pubsub._handle_new_peer
+        self._entering: dict[ID, trio.Lock] = {}
+        self._pubsub._handle_new_peer = self._enter_once
+        self._network = host.get_network()
+        for notifee in list(self._network.notifees):
             if type(notifee) is PubsubNotifee:
-                network.remove_notifee(notifee)
-                network.register_notifee(
+                self._network.remove_notifee(notifee)
+                self._network.register_notifee(
                     _Members(notifee.initiator_peers_queue, notifee.dead_peers_queue)
                 )
         self._subscribers: dict[str, list[trio.MemorySendChannel[tuple[PeerId, bytes]]]] = {}
@@ -92,6 +96,27 @@ class Topics:
                 return
             if member not in self._pubsub.peers:
                 self._pubsub._schedule_peer_stream_retry(member)
+
+    async def _enter_once(self, peer: ID) -> None:
+        """Enter a peer, one attempt at a time: two at once would both succeed, and the task and
+        queue of the first would stay behind for ever."""
+        lock = self._entering.setdefault(peer, trio.Lock())
+        try:
+            async with lock:
+                await self._enter(peer)
+        finally:
+            if not lock.locked():
+                self._entering.pop(peer, None)
+
+    async def clear(self, peer: PeerId) -> None:
+        """See to it that a peer without a connection is out of gossip.
+
+        When a peer comes and goes quickly the library may enter it after it has left.
+        """
+        await trio.sleep(_SETTLE)
+        member = ID.from_string(peer)
+        if member in self._pubsub.peers and not self._network.get_connections(member):
+            self._pubsub._handle_dead_peer(member)
 
     async def publish(self, topic: str, data: bytes) -> None:
         """Send to all subscribers of ``topic``. Raises ValueError when it is too large."""

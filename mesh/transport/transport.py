@@ -29,7 +29,7 @@ from mesh.transport.kademlia import Lookup
 from mesh.transport.keeper import MAX_KEPT, Keeper
 from mesh.transport.link import Link
 from mesh.transport.linkbench import ECHO, SINK, SOURCE, BenchServices
-from mesh.transport.links import LinkEvent, Links, LinkUp
+from mesh.transport.links import LinkDown, LinkEvent, Links, LinkUp
 from mesh.transport.liveness import LivenessPolicy
 from mesh.transport.mdns import LocalDiscovery
 from mesh.transport.netwatch import watch_network
@@ -176,12 +176,14 @@ class Transport:
             raise failure
 
     async def _keep_gossip(self) -> None:
-        """Peers with a link are in gossip, too."""
+        """Peers with a link are in gossip, and others are not."""
         async with trio.open_nursery() as nursery, self.events() as events:
             async for event in events:
                 if isinstance(event, LinkUp):
                     link = event.link
                     nursery.start_soon(self._topics.ensure, link.peer, link.wait_down)
+                elif isinstance(event, LinkDown):
+                    nursery.start_soon(self._topics.clear, event.peer)
 
     def _network_changed(self, nursery: trio.Nursery) -> None:
         """See which links still work, and dial again what does not."""
