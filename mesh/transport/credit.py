@@ -31,6 +31,10 @@ class SendCredit:
     def spend(self, size: int) -> None:
         self._left -= cost(size)
 
+    def refund(self, size: int) -> None:
+        """A message that was paid for has not been sent after all."""
+        self._left += cost(size)
+
     def grant(self, amount: object) -> None:
         """Take a grant from the peer. Raises MalformedFrame when it is not a sensible one."""
         if (

@@ -194,11 +194,15 @@ class Link:
         """Send one way. Waits while the peer's reader is behind. Raises LinkClosed, ValueError."""
         self._check_up()
         encoded = encode_body({"k": kind, "b": body})
-        await self._notes.may_send(kind, len(encoded) + len(payload), self._check_up)
+        size = len(encoded) + len(payload)
+        credit = await self._notes.may_send(kind, size, self._check_up)
         try:
             await self._ports[lane].send(FrameKind.NOTE, next(self._numbers), encoded, payload)
         except LinkClosed as error:
             self.down(str(error))
+            raise
+        except BaseException:
+            credit.refund(size)
             raise
 
     def subscribe(self, kind: str) -> AbstractAsyncContextManager[Notes]:

@@ -57,7 +57,7 @@ class NoteDesk:
 
     # -- sending ------------------------------------------------------------------------------
 
-    async def may_send(self, kind: str, size: int, check_up: Callable[[], None]) -> None:
+    async def may_send(self, kind: str, size: int, check_up: Callable[[], None]) -> SendCredit:
         """Wait for credit and take ``size`` bytes of it. ``check_up`` raises for a dead link."""
         credit = self._credit.setdefault(kind, SendCredit())
         while not credit.may_send:
@@ -65,6 +65,7 @@ class NoteDesk:
             await self._granted[kind].wait()
             check_up()
         credit.spend(size)
+        return credit
 
     def grant(self, body: object) -> None:
         """A NOTE_CREDIT from the peer. Raises MalformedFrame."""

@@ -325,3 +325,27 @@ def test_nobody_there(network: Any) -> None:
                 await a.connect(gone, timeout=0.5)
 
     trio.run(main)
+
+
+def test_cancelled_sends_do_not_use_up_the_credit(network: Any) -> None:
+    async def main() -> None:
+        async with network.open("a") as a, network.open("b") as b, b.events() as events:
+            link = await a.connect(b.addresses[0])
+            up = await anext(events)
+            assert isinstance(up, LinkUp)
+            large = bytes(4 << 20)
+            for _ in range(30):
+                with trio.move_on_after(0.001):
+                    await link.send("rows", "large", large, lane=Lane.BULK)
+            async with up.link.subscribe("rows") as rows:
+                with trio.fail_after(20):
+                    await link.send("rows", "last")
+                    while (await anext(rows)).body != "last":
+                        pass
+            assert (await measure_unfinished(up.link)) == 0
+
+    async def measure_unfinished(link: Any) -> int:
+        await trio.sleep(0.2)
+        return sum(port._assembler.held for port in link._ports.values())
+
+    trio.run(main)
