@@ -47,6 +47,7 @@ class ChainFinder:
             for m in self.machines
         }
         self._rings: dict[tuple[PeerId, PeerId, bool], float] = {}
+        self._best: dict[frozenset[PeerId], ChainPlan | None] = {}
 
     def seat(self, machine: Machine, *, first: bool, last: bool) -> Seat:
         key = machine.peer, first, last
@@ -73,8 +74,15 @@ class ChainFinder:
 
     def best(self, machines: Sequence[Machine]) -> ChainPlan | None:
         """The cheapest chain in which each of the machines has at least one layer."""
-        if len(machines) == 1:
-            return self.whole(machines[0])
+        group = frozenset(machine.peer for machine in machines)
+        if group not in self._best:
+            ordered = sorted(machines, key=lambda machine: machine.peer)
+            self._best[group] = (
+                self.whole(ordered[0]) if len(ordered) == 1 else self._search(ordered)
+            )
+        return self._best[group]
+
+    def _search(self, machines: Sequence[Machine]) -> ChainPlan | None:
         found: tuple[float, tuple[PeerId, ...], list[tuple[Machine, int]]] | None = None
         for seated in self._ends(machines):
             value, counts, ordered = seated

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+from mesh.identity import PeerId
 from mesh.routing.placement.chains import ChainFinder
 from mesh.routing.placement.facts import Machine, Network, Want
 from mesh.routing.placement.predict import ChainPlan
@@ -22,6 +23,7 @@ EXACT = 8
 AUTO_CHAINS = 16  # the most that a want without a number of replicas gets
 _SEEDS = 6
 _POOL = 8
+_CONSIDERED = 96  # machines of a large mesh that are looked at
 _IMPROVED = 48  # machines; up to so many the chains that were found are worked over
 _WINDOWS = 60  # windows that are laid out again, at most
 _WINDOW = 9  # machines in one
@@ -57,16 +59,38 @@ def find_chains(
 
     ``alone``: the fastest that serves the model whole already, if any.
     """
-    finder = ChainFinder(want, machines, network)
+    finder = ChainFinder(want, _considered(want, machines, network), network)
     wholes = [plan for machine in finder.machines if (plan := finder.whole(machine)) is not None]
     if alone is not None:
         wholes.append(alone)
     fastest = min(wholes, key=lambda plan: plan.order, default=None)
     limit = AUTO_CHAINS if want.replicas is None else want.replicas
     nodes = len(machines) if want.max_nodes is None else want.max_nodes
-    if len(machines) <= exact:
+    if len(finder.machines) <= exact:
         return _exact(finder, limit, nodes, fastest)
     return _heuristic(finder, limit, nodes, fastest)
+
+
+def _considered(want: Want, machines: Sequence[Machine], network: Network) -> Sequence[Machine]:
+    """Of very many machines those that could matter: the fastest for the whole model, the fastest
+    for a part of it, and the roomiest."""
+    if len(machines) <= _CONSIDERED:
+        return machines
+    finder = ChainFinder(want, machines, network)
+    share = _CONSIDERED // 3
+
+    def cost(machine: Machine) -> tuple[float, PeerId]:
+        return finder.seat(machine, first=True, last=True).cost, machine.peer
+
+    layers = want.model.layers
+    wholes = [m for m in machines if finder.seat(m, first=True, last=True).capacity >= layers]
+    useful = [m for m in machines if finder.room(m) > 0]
+    chosen = [
+        *sorted(wholes, key=cost)[:share],
+        *sorted(useful, key=cost)[:share],
+        *sorted(useful, key=lambda m: (-finder.room(m), cost(m)))[:share],
+    ]
+    return list({machine.peer: machine for machine in chosen}.values())
 
 
 def _slower(chain: ChainPlan, whole: ChainPlan | None) -> bool:
