@@ -120,7 +120,11 @@ class Endpoint:
                 self._nursery = nursery
                 nursery.start_soon(self._run_timers)
                 task_status.started()
-                await trio.sleep_forever()
+                try:
+                    await trio.sleep_forever()
+                finally:
+                    # Before the nursery closes: connections that end now must not use it.
+                    self._nursery = None
         finally:
             self._nursery = None
             self.shut()
