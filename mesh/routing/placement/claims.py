@@ -200,7 +200,6 @@ def _kept(
     for want in wants:
         claims = [c for c in standing if c.digest == want.model.digest]
         chains, left = _chains(claims, want.model.layers)
-        typed = [c for c in claims if c.sequence is None]
         kept = _within_limits(want, chains)
         plan = ModelPlan(want, tuple(_as_chain(want, chain, machines, network) for chain in kept))
         for chain in kept:
@@ -209,7 +208,7 @@ def _kept(
                     room.take(_as_stage(want, claim))
         plans[want.model.digest] = plan
         surplus = [c for chain in chains if chain not in kept for c in chain]
-        fragments[want.model.digest] = [c for c in (*left, *surplus) if c not in typed]
+        fragments[want.model.digest] = [*left, *surplus]
     for want in wants:
         digest = want.model.digest
         plan = plans[digest]
@@ -262,7 +261,11 @@ def _mended(
 ) -> ModelPlan:
     """One more chain out of what is left of broken ones, with single machines in the gaps."""
     want = plan.want
-    fragments = [c for c in fragments if _as_stage(want, c).bytes <= room[c.peer].memory]
+    fragments = [
+        c
+        for c in fragments
+        if c.sequence is None or _as_stage(want, c).bytes <= room[c.peer].memory
+    ]
     if not fragments:
         return plan
     held = _best_cover(fragments, want.model.layers)
@@ -285,7 +288,8 @@ def _mended(
         filled.append(StagePlan(chosen.peer, first, last, size))
     stages = sorted([*(_as_stage(want, claim) for claim in held), *filled], key=lambda s: s.first)
     for stage in stages:
-        room.take(stage)
+        if not any(c.peer == stage.peer and c.sequence is None for c in held):
+            room.take(stage)
     finder = ChainFinder(want, [room[stage.peer] for stage in stages], network)
     chain = finder.plan([(room[s.peer], s.first, s.last) for s in stages])
     return replace(plan, chains=(*plan.chains, chain))
@@ -338,7 +342,12 @@ def _kept_spares(plan: ModelPlan, fragments: Sequence[Claim], room: Room) -> Mod
     spares = list(plan.spares)
     for claim in sorted(fragments, key=lambda c: c.rank):
         full = want.max_nodes is not None and len(used) >= want.max_nodes
-        if (claim.first, claim.last) not in ranges or claim.peer in used or full:
+        if (
+            claim.sequence is None
+            or (claim.first, claim.last) not in ranges
+            or claim.peer in used
+            or full
+        ):
             continue
         stage = _as_stage(want, claim)
         if stage.bytes > room[claim.peer].memory:
