@@ -47,6 +47,15 @@ class PathMtu:
         self._failures = 0
         self._resume_at = 0.0
 
+    def wants_probe(self, now: float) -> bool:
+        """Whether :meth:`next_probe` would give a size."""
+        return (
+            self._outstanding is None
+            and now >= self._resume_at
+            and bool(self._ladder)
+            and self._ladder[-1] > self.size
+        )
+
     def next_probe(self, now: float) -> int | None:
         """The size to probe now, or None. A returned size counts as sent."""
         if self._outstanding is not None or now < self._resume_at:
