@@ -12,8 +12,8 @@ chain will do with the same commands in the same order, so a stage never runs ou
   from the longest run of whole blocks that its prompt has in common with the prompt of one of them,
   or of a running one.
 * *Exactness*: rows of a prompt run as chunks and rows of output one by one, which differ in the
-  last bits (see :mod:`inference.stage`). So a prompt is never left with a chunk of a single row,
-  and only prompts are shared.
+  last bits (see :mod:`inference.stage`). So a chunk ends where the prompt does, a prompt is never
+  left with a chunk of a single row, and only prompts are shared.
 * *Fairness*: decode rows go first, in turn. Half of the room for prompts is for the oldest that is
   being read, the rest for the shortest, so that neither waits for the other.
 
@@ -319,10 +319,14 @@ def share_room(pending: Sequence[int], room: int) -> list[int]:
 
 
 def without_lone_row(left: int, count: int) -> int:
-    """At most ``count`` tokens, such that neither they nor what remains are a single row of the
-    ``left`` tokens of a prompt. (One of output is fine, and a prompt of one.)"""
-    if left < 2:
+    """At most ``count`` tokens of a sequence with ``left`` tokens of prompt to read.
+
+    None of output behind them, and such that neither they nor what remains of the prompt are a
+    single row (unless that is all of it). With nothing ``left`` it is ``count``.
+    """
+    if left < 1:
         return count
-    if count == left - 1:
+    count = min(count, left)
+    if left > 1 and count == left - 1:
         count -= 1
-    return 0 if count == 1 else count
+    return 0 if left > 1 and count == 1 else count

@@ -133,7 +133,8 @@ class Stage:
     def open(self, session: int, prompt: int | None = None) -> None:
         """``prompt`` tokens are the session's prompt, what comes behind them is its output.
 
-        None: chunks are prompt and single rows are output.
+        None: several rows at once are prompt. Otherwise a batch should not bring rows of both in
+        one part (it runs, as one chunk).
         """
         self._tables.open(session)
         if prompt is not None:
@@ -262,11 +263,15 @@ class Stage:
         return output[: len(batch.sampled)] if self.range.is_last else output
 
     def _runs(self, part: Part) -> list[tuple[int, int]]:
-        """(past, rows) of the runs of a part: what is left of the prompt, then each other row."""
-        end = part.past + part.count
-        split = min(max(self._prompts.get(part.session, end), part.past), end)
-        prompt = [(part.past, split - part.past)] if split > part.past else []
-        return prompt + [(at, 1) for at in range(split, end)]
+        """(past, rows) of the runs of a part: one chunk of a prompt, or each row of output.
+
+        A part with rows of both is one chunk: with f32 KV the runtime computes rows wrong that
+        follow a chunk of their own session in the same step.
+        """
+        prompt = self._prompts.get(part.session)
+        if prompt is None or part.past < prompt:
+            return [(part.past, part.count)]
+        return [(at, 1) for at in range(part.past, part.past + part.count)]
 
     def _check(self, batch: StepBatch) -> NDArray[Any]:
         """The rows, contiguous and of the stage's type. Raises :class:`StageRefusal`."""

@@ -164,6 +164,16 @@ def test_a_row_gives_the_same_whatever_runs_beside_it(stages: tuple[Stage, Stage
     np.testing.assert_allclose(np.concatenate(lone), np.concatenate(one), rtol=1e-4, atol=1e-4)
 
 
+def test_a_part_may_end_behind_the_prompt(stages: tuple[Stage, Stage]) -> None:
+    for stage in stages:
+        stage.open(10, prompt=40)
+        stage.open(11, prompt=40)
+    logits(stages, 10, 0, ids(40))
+    wanted = logits(stages, 10, 40, ids(10, 43))
+    got = logits(stages, 11, 0, ids(50))
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_blocks_run_out_and_come_back(stages: tuple[Stage, Stage]) -> None:
     first = stages[0]
     full = first.blocks // 6

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -193,3 +195,33 @@ def test_seeded_sampling(chain: Chain, prompts: list[list[int]], seeded: list[li
     assert chain.alone(prompts[3], 48, SEEDED[3]) == seeded[3]
     other_seed = SEEDED[3].model_copy(update={"seed": 1000})
     assert chain.alone(prompts[3], 48, other_seed) != seeded[3]
+
+
+RESIDENT = """
+import gc, sys
+import psutil
+from pathlib import Path
+from inference.paged import StageConfig
+from inference.split import read_splittable
+from inference.stage import Stage
+
+before = psutil.Process().memory_info().rss
+whole = read_splittable(Path(sys.argv[1]))
+config = StageConfig(kv_bytes=1 << 24)
+stage = Stage(whole.cut(int(sys.argv[2]), int(sys.argv[3])), config, context_length=128)
+stage.warm_up()
+del whole
+gc.collect()
+print(psutil.Process().memory_info().rss - before)
+"""
+
+
+@pytest.mark.slow
+def test_a_stage_takes_the_memory_of_its_range(demo_model: ModelManifest) -> None:
+    def resident(first: int, last: int) -> int:
+        path = demo_model.file("openvino_model.xml")
+        command = [sys.executable, "-c", RESIDENT, str(path), str(first), str(last)]
+        run = subprocess.run(command, capture_output=True, text=True, check=True)
+        return int(run.stdout)
+
+    assert resident(10, 20) < 0.55 * resident(0, 30)

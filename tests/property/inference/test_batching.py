@@ -39,7 +39,9 @@ class Mirror:
             assert work.tokens
             assert self.tables.length(work.session) == work.past
             prompt = self.prompts[work.session]
-            assert prompt == 1 or min(prompt, work.past + len(work.tokens)) - work.past != 1
+            if work.past < prompt:  # a chunk of prompt and nothing else, never a lone row
+                assert work.past + len(work.tokens) <= prompt
+                assert prompt == 1 or len(work.tokens) > 1
             self.tables.extend(work.session, work.past + len(work.tokens))  # never OutOfBlocks
             blocks = self.tables.indices(work.session)
             for offset, token in enumerate(work.tokens):
