@@ -367,7 +367,7 @@ class Link:
                     await trio.sleep_forever()
                 await self._busy_changed.wait()
 
-    async def check(self, seconds: float = 4.0) -> None:
+    async def check(self, seconds: float = 6.0) -> None:
         """Ask the peer for a sign of life now; without one in time the link is down.
 
         For when the network has changed: our packets then come from another address, which a peer

@@ -15,6 +15,7 @@ A direct path that comes of it takes the link over without losing a frame.
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any
@@ -38,7 +39,8 @@ SEEN, DIAL_BACK, PUNCH = "transport.seen", "transport.dial_back", "transport.pun
 _MOST_CANDIDATES = 12
 _PUNCH_FOR = 2.0  # seconds of sending into the other NAT
 _PUNCH_EVERY = 0.04
-_PUNCH_AGAIN = (0.0, 1.0, 5.0, 30.0, 120.0)  # seconds before each attempt
+_PUNCH_AGAIN = (0.0, 1.0, 5.0, 30.0, 120.0)  # seconds before each of the first attempts
+_PUNCH_LATER = 600.0  # and before each further one
 _DIAL_BACK_TIMEOUT = 3.0
 _DIAL_BACKS_AT_ONCE = 4
 
@@ -157,7 +159,7 @@ class Reachability:
         """Try for a direct path while the link is relayed. One side leads: the one that offered."""
         if not link.offered_here:
             return
-        for wait in _PUNCH_AGAIN:
+        for wait in itertools.chain(_PUNCH_AGAIN, itertools.repeat(_PUNCH_LATER)):
             with trio.move_on_after(wait):
                 await link.wait_down()
             if not link.is_up or link.path != "relayed":
