@@ -194,7 +194,8 @@ class StageHost:
             if self.kept.kept_from(session.key, session.past) > start:
                 raise Refusal("not_kept", f"output of session {session.number} is gone")
         for session, start in sessions:
-            for piece in self.kept.pieces(session.key, start, REPLAY_TOKENS):
+            prompt = session.prompt
+            for piece in self.kept.pieces(session.key, start, REPLAY_TOKENS, prompt=prompt):
                 row = Row(session.number, piece.position, len(piece.values), piece.sample)
                 header = StepHeader(
                     chain=chain.id,

@@ -82,10 +82,11 @@ class KeptOutput:
         if kept is not None:
             self.bytes -= kept.bytes
 
-    def pieces(self, key: int, start: int, max_tokens: int) -> Iterator[Piece]:
+    def pieces(self, key: int, start: int, max_tokens: int, *, prompt: int) -> Iterator[Piece]:
         """What is kept from position ``start`` on, joined to pieces of up to ``max_tokens``.
 
-        The caller has made sure by :meth:`kept_from` that it is there.
+        The ``prompt`` tokens of the prompt and what follows are not joined: a stage does not take
+        both at once. The caller has made sure by :meth:`kept_from` that it is there.
         """
         kept = self._sessions.get(key)
         run: list[Piece] = []
@@ -99,7 +100,11 @@ class KeptOutput:
                 last = position + len(values) == piece.end
                 part = Piece(position, piece.sample and last, piece.encoding, values)
                 joined = sum(len(p.values) for p in run) + len(values)
-                if run and (joined > max_tokens or run[0].encoding != part.encoding):
+                if run and (
+                    joined > max_tokens
+                    or run[0].encoding != part.encoding
+                    or run[0].position < prompt <= position
+                ):
                     yield _join(run)
                     run = []
                 run.append(part)

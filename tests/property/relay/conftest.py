@@ -48,6 +48,7 @@ class ToyStage:
         self.blocks = blocks
         self.context_length = min(512, blocks * 16)
         self._kv: dict[int, list[list[bytes]]] = {}  # session -> position -> state per layer
+        self._prompts: dict[int, int] = {}
         self.positions = 0  # computed in all
         self.largest = 0  # sessions in one step
         self.broken: set[int] = set()  # sessions that it refuses
@@ -61,6 +62,7 @@ class ToyStage:
 
     def open(self, session: int, prompt: int | None = None) -> None:
         self._kv[session] = []
+        self._prompts[session] = prompt or 0
 
     def close(self, session: int) -> None:
         self._kv.pop(session, None)
@@ -73,6 +75,11 @@ class ToyStage:
         for part in batch.parts:
             self._check(part)
             kv = self._kv[part.session]
+            prompt = self._prompts[part.session]
+            end = part.past + part.count
+            # The rules of the real one about what it may be given at once.
+            assert not part.past < prompt < end, "rows of a prompt and of output in one part"
+            assert part.count > 1 or part.past >= prompt or prompt == 1, "a lone row of a prompt"
             used -= -(-len(kv) // self.block_size)
             del kv[part.past :]
             for row in batch.rows[at : at + part.count]:
@@ -123,16 +130,20 @@ def reference(
 ) -> list[int]:
     """What a session gives: all of its tokens, by a stage that is not cut."""
     stage = ToyStage(0, layers, layers)
-    stage.open(1)
+    stage.open(1, prompt)
     sampler = Sampler(sampling, tokens[:prompt])
     known = list(tokens)
     for token in known[prompt:]:
         sampler.count(token)
     past = 0
     while len(known) < length:
-        rows = np.array(known[past:], np.int64)
+        # A prompt at once, output one by one.
+        end = prompt if past < prompt else past + 1
+        rows = np.array(known[past:end], np.int64)
         logits = stage.step(StepBatch([Part(1, past, len(rows))], rows, [len(rows) - 1]))
-        past = len(known)
+        past = end
+        if past < len(known):
+            continue
         [drawn] = sample(logits, [sampler], [len(known) - prompt])
         assert isinstance(drawn, Sampled)
         sampler.count(drawn.token_id)

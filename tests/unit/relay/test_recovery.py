@@ -89,10 +89,11 @@ def test_kept_output_comes_back_joined_from_any_position() -> None:
     for position in range(10, 15):
         kept.add(1, piece(position, 1, sample=True))
     kept.add(1, piece(15, 3, encoding="f32"))
-    found = list(kept.pieces(1, 7, max_tokens=4))
+    found = list(kept.pieces(1, 7, max_tokens=4, prompt=10))
     assert [(p.position, len(p.values), p.sample, p.encoding) for p in found] == [
-        (7, 4, True, "f16"),
-        (11, 4, True, "f16"),
+        (7, 3, False, "f16"),
+        (10, 4, True, "f16"),
+        (14, 1, True, "f16"),
         (15, 3, False, "f32"),
     ]
     assert np.concatenate([p.values for p in found])[:, 0].tolist() == list(range(7, 18))
@@ -105,7 +106,7 @@ def test_kept_output_is_cut_back_and_goes_on() -> None:
     kept.truncate(1, 6)
     assert kept.bytes == 12
     kept.add(1, piece(6, 2))
-    [found] = kept.pieces(1, 0, 100)
+    [found] = kept.pieces(1, 0, 100, prompt=8)
     assert found.values[:, 0].tolist() == list(range(8))
     with pytest.raises(ValueError, match="up to 8"):
         kept.add(1, piece(9, 1))

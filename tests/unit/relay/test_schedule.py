@@ -83,7 +83,7 @@ def test_rows_that_generate_ride_with_prompts_and_prompts_share() -> None:
 
 def test_a_session_stops_at_its_room_until_it_grows() -> None:
     schedule = Schedule(1)
-    schedule.add(1, list(range(6)), 2, 4)
+    schedule.add(1, list(range(6)), 6, 4)
     [step] = drain(schedule)
     assert step.rows == (Row(1, 0, 4, False),)
     schedule.done(step.number)
