@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import subprocess
+import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import httpx2
@@ -47,13 +48,12 @@ def wait_for(node: Any, peers: int, model: str) -> None:
 
 def test_requests_go_to_the_idle_replica(replicas: tuple[Any, str]) -> None:
     network, model = replicas
-    busy = network.start("busy", "--model", model)
-    entry = network.start("entry", peers=(busy,))
-    wait_for(entry, 1, model)
+    # Both measure themselves alone, and get to know each other only once one of them is busy.
+    busy = network.start("busy", "--model", model, "--slots", "4")
+    idle = network.start("idle", "--model", model, "--slots", "4")
     with ThreadPoolExecutor(6) as pool:
-        long = [pool.submit(complete, entry, model, 1200) for _ in range(6)]
-        time.sleep(1.0)
-        idle = network.start("idle", "--model", model, peers=(busy, entry))
+        long = [pool.submit(complete, busy, model, 1200) for _ in range(6)]
+        entry = network.start("entry", peers=(busy, idle))
         wait_for(entry, 2, model)
         answered = Counter(complete(entry, model, 4) for _ in range(8))
         still_busy = not any(f.done() for f in long)
@@ -66,36 +66,43 @@ def test_requests_go_to_the_idle_replica(replicas: tuple[Any, str]) -> None:
     assert answered == {idle.peer: 8}
 
 
-def burn(seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        pass
+@contextmanager
+def on_processor(number: int) -> Iterator[None]:
+    """What is started inside runs on this processor only."""
+    usual = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(usual)[number]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, usual)
 
 
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2,
+    reason="a node is made slow by pinning it to a processor that is busy",
+)
 def test_a_fast_and_a_slow_replica_share_in_proportion(replicas: tuple[Any, str]) -> None:
     network, model = replicas
-    fast = network.start("fast", "--model", model)
-    # Slow because it had to share the processor while it measured itself.
-    burners = [
-        multiprocessing.get_context("spawn").Process(target=burn, args=(120.0,))
-        for _ in range(2 * (os.cpu_count() or 2))
-    ]
-    for burner in burners:
-        burner.start()
+    # Few slots, so that twelve clients keep both of them busy.
+    with on_processor(0):
+        fast = network.start("fast", "--model", model, "--slots", "2")
+    with on_processor(1):
+        burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:
-        slow = network.start("slow", "--model", model, peers=(fast,))
+        with on_processor(1):
+            slow = network.start("slow", "--model", model, "--slots", "2", peers=(fast,))
+        entry = network.start("entry", peers=(fast, slow))
+        wait_for(entry, 2, model)
+        view = httpx2.get(f"{entry.api}/v1/mesh/view").json()
+        speed = {n["peer"]: 1 / h["decode_seconds"] for n in view["nodes"] for h in n["holdings"]}
+        assert speed[fast.peer] > 1.3 * speed[slow.peer], "the slow replica is not slow"
+        with ThreadPoolExecutor(12) as pool:
+            answered = Counter(pool.map(lambda _: complete(entry, model, 12), range(96)))
     finally:
         for burner in burners:
             burner.kill()
-            burner.join()
-    entry = network.start("entry", peers=(fast, slow))
-    wait_for(entry, 2, model)
-    view = httpx2.get(f"{entry.api}/v1/mesh/view").json()
-    speed = {n["peer"]: 1 / h["decode_seconds"] for n in view["nodes"] for h in n["holdings"]}
-    assert speed[fast.peer] > 1.3 * speed[slow.peer], "the slow replica is not slow"
-    with ThreadPoolExecutor(8) as pool:
-        answered = Counter(pool.map(lambda _: complete(entry, model, 24), range(64)))
-    share = answered[fast.peer] / 64
+            burner.wait()
+    share = answered[fast.peer] / 96
     expected = speed[fast.peer] / (speed[fast.peer] + speed[slow.peer])
     assert answered[slow.peer] > 0
     assert share == pytest.approx(expected, abs=0.2)
