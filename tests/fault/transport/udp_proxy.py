@@ -106,7 +106,6 @@ class Proxy:
 
     def run(self) -> None:
         self.selector.register(sys.stdin, selectors.EVENT_READ)
-        print(self.front.getsockname()[1], flush=True)
         while True:
             wait = self.queue[0][0] - time.monotonic() if self.queue else None
             for key, _ in self.selector.select(None if wait is None else max(wait, 0)):
@@ -128,7 +127,9 @@ def main() -> None:
     parser.add_argument("--reorder-by", type=float, default=20.0, help="milliseconds")
     parser.add_argument("--mtu", type=int, default=65_535, help="larger datagrams are dropped")
     parser.add_argument("--seed", type=int, default=1)
-    Proxy(parser.parse_args()).run()
+    proxy = Proxy(parser.parse_args())
+    print(proxy.front.getsockname()[1], flush=True)
+    proxy.run()
 
 
 if __name__ == "__main__":
