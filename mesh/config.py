@@ -8,6 +8,7 @@ an error, so that a misspelt setting does not silently do nothing.
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +32,17 @@ def default_home() -> Path:
 
 def default_models() -> Path:
     return platformdirs.user_cache_path("meshnode", appauthor=False) / "models"
+
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``16GB``, ``512MiB``, ``1.5G`` or a plain number. Raises ValueError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", text.strip().upper())
+    if found is None:
+        raise ValueError(f"{text!r} is not a size, as in 16GB")
+    return int(float(found[1]) * _UNITS[found[2] or ""])
 
 
 class StageRange(BaseModel):
@@ -72,7 +84,23 @@ class NodeConfig(BaseModel):
     engine: Literal["stage", "genai"] = "stage"  # what runs whole models
     slots: Annotated[int, Field(ge=1, le=1024)] = 16  # sessions an engine runs at once
     queue: Annotated[int, Field(ge=0, le=65536)] = 64  # requests that may wait for a slot
+    # Memory that the mesh may fill here with layers it places, as in "8GB"; "0" for none, None for
+    # half of what is free at start.
+    memory: str | None = None
+    # What a peer must reach to be given a place in chains.
+    min_bandwidth_mbps: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0
+    max_rtt_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 500.0
+    max_jitter_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 200.0
+    max_loss: Annotated[float, Field(gt=0, le=1)] = 0.1  # share of packets
+    min_tokens_per_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
     log: str = "info"
+
+    @field_validator("memory")
+    @classmethod
+    def _memory(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_size(value)
+        return value
 
     @field_validator("stage", mode="before")
     @classmethod

@@ -6,17 +6,18 @@ when it is: one short generation that also warms the device up.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Protocol
 
 import trio
 
 from inference.engines import LanguageEngine, Load
 from inference.errors import GenerationError
 from inference.generation import Finish, GenerateRequest, SamplingParams
-from inference.store.manifest import ModelManifest
 from mesh.gossip.advert import Holding, HoldingLoad
 from mesh.receipts import ModelIdentity
 
@@ -25,6 +26,19 @@ _log = logging.getLogger(__name__)
 # The measurement is the shape of a small chat: enough tokens to be past the first ones' overhead.
 PROBE_PROMPT = 128  # tokens
 PROBE_STEPS = 16
+
+
+class ModelFacts(Protocol):
+    """What an announcement says of a model; its files need not be here yet."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def digest(self) -> str: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def context_length(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -48,6 +62,7 @@ class Holdings:
         self._on_change = on_change
         self._on_load = on_load
         self._announced: dict[int, Holding] = {}
+        self._numbers = itertools.count()
         self._replicas: dict[int, Replica] = {}
         self._stages: dict[int, Callable[[], tuple[int, int]]] = {}
 
@@ -78,16 +93,17 @@ class Holdings:
 
     def expect(
         self,
-        manifest: ModelManifest,
+        manifest: ModelFacts,
         *,
         device: str,
         slots: int,
         queue: int,
         layers: tuple[int, int] | None = None,
+        claim: int | None = None,
     ) -> int:
         """Announce what is about to be loaded, a replica or a stage of ``layers``; returns its
-        number."""
-        number = len(self._announced)
+        number. ``claim``: the sequence of the claim by which placement has put it here."""
+        number = next(self._numbers)
         first, last = layers or (0, manifest.layers)
         self._announced[number] = Holding(
             id=number,
@@ -102,6 +118,7 @@ class Holdings:
             ready=False,
             slots=slots,
             queue=queue,
+            claim=claim,
         )
         self._on_change()
         return number
@@ -138,6 +155,31 @@ class Holdings:
         )
         self._announced[number] = holding
         return holding
+
+    def withdraw(self, number: int) -> None:
+        """Let others send it nothing new; what runs goes on."""
+        self._update(number, ready=False)
+
+    def restore(self, number: int) -> None:
+        """Take that back."""
+        self._update(number, ready=True)
+
+    def _update(self, number: int, *, ready: bool) -> None:
+        self._announced[number] = self._announced[number].model_copy(update={"ready": ready})
+        self._on_change()
+
+    def idle(self, number: int) -> bool:
+        return not any(load.active or load.waiting for load in self.loads if load.id == number)
+
+    async def remove(self, number: int) -> None:
+        """Forget a holding; an engine is closed, which ends what still runs on it."""
+        self._announced.pop(number, None)
+        self._stages.pop(number, None)
+        replica = self._replicas.pop(number, None)
+        self._on_change()
+        self._on_load()
+        if replica is not None:
+            await replica.engine.aclose()
 
     async def aclose(self) -> None:
         """End all requests and unload everything."""

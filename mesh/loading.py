@@ -48,9 +48,14 @@ async def open_tokenizer(manifest: ModelManifest) -> Tokenizer:
 
 
 async def open_stage(
-    manifest: ModelManifest, layers: tuple[int, int], config: NodeConfig
+    manifest: ModelManifest,
+    layers: tuple[int, int],
+    config: NodeConfig,
+    kv_bytes: int | None = None,
 ) -> tuple[Stage, dict[str, float]]:
     """Load layers ``[first, last)``, cut first if need be, and measure them.
+
+    ``kv_bytes`` bounds the memory for KV; None: the usual amount.
 
     Raises GenerationError when the model has no such layers, cannot be cut or cannot be loaded.
     """
@@ -69,7 +74,7 @@ async def open_stage(
             read_splittable(manifest.file(MODEL_FILE)).write(first, last, folder)
         stage = Stage.read(
             files[0],
-            StageConfig(device=devices.resolve(config.device)),
+            _stage_config(config, kv_bytes),
             context_length=manifest.context_length,
         )
         return stage, measure_stage(stage)
@@ -112,14 +117,24 @@ def measure_stage(stage: Stage) -> dict[str, float]:
     return {"prefill_seconds": prefill / length, "decode_seconds": decode / PROBE_STEPS}
 
 
-async def open_engine(manifest: ModelManifest, config: NodeConfig) -> LanguageEngine:
-    """Load a whole model. Raises GenerationError when the device or the model cannot be used."""
+def _stage_config(config: NodeConfig, kv_bytes: int | None) -> StageConfig:
+    device = devices.resolve(config.device)
+    return StageConfig(device) if kv_bytes is None else StageConfig(device, kv_bytes=kv_bytes)
+
+
+async def open_engine(
+    manifest: ModelManifest, config: NodeConfig, kv_bytes: int | None = None
+) -> LanguageEngine:
+    """Load a whole model. Raises GenerationError when the device or the model cannot be used.
+
+    ``kv_bytes`` as in :func:`open_stage`.
+    """
     if config.engine == "genai":
         return await GenaiTextEngine.open(
             manifest, config.device, GenaiOptions(sequences=config.slots, waiting=config.queue)
         )
     return await StageTextEngine.open(
         manifest,
-        StageConfig(device=devices.resolve(config.device)),
+        _stage_config(config, kv_bytes),
         EngineOptions(sequences=config.slots, waiting=config.queue),
     )

@@ -7,12 +7,13 @@ import random
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import trio
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ca.crl import read_crl_file
 from ca.errors import CertificateError
@@ -20,8 +21,11 @@ from ca.files import KEY_FILE
 from ca.naming import Role
 from inference.errors import GenerationError
 from inference.generation import GenerateRequest
+from inference.store.download import pull
+from inference.store.errors import StoreError
 from inference.store.manifest import ModelManifest
-from mesh import describe
+from inference.store.store import ModelStore
+from mesh import describe, describe_plan
 from mesh.api import (
     BindError,
     Health,
@@ -37,6 +41,7 @@ from mesh.forward.events import AnswerEvent
 from mesh.forward.execution import Run, WholeModel
 from mesh.forward.serving import ForwardServer
 from mesh.forward.wire import Assignment
+from mesh.gossip.advert import Device, Wanted
 from mesh.gossip.service import GossipService
 from mesh.gossip.view import View
 from mesh.holdings import Holdings
@@ -49,11 +54,13 @@ from mesh.identity import (
     TrustStore,
     load_identity,
 )
+from mesh.placing import Placing
 from mesh.routing import Affinity, InFlight, RequestFacts, Route, choose
+from mesh.routing.placement.from_view import wants_in
 from mesh.transport import DialError, Link, ListenError, Transport, TransportConfig
 
 if TYPE_CHECKING:
-    from mesh.chains import Chains
+    from mesh.stages import StageServer
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +76,18 @@ class StartError(Exception):
     def __init__(self, problem: StartProblem, message: str) -> None:
         super().__init__(message)
         self.problem: StartProblem = problem
+
+
+class ServeRequest(BaseModel):
+    """What `meshnode serve` asks. ``replicas`` None: as many as pay; 0: not any more."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    model: str = Field(min_length=1, max_length=128)
+    replicas: int | None = Field(None, ge=0, le=4096)
+    max_nodes: int | None = Field(None, ge=1, le=4096)
+    context: int = Field(4096, ge=16, lt=1 << 31)
+    sessions: int = Field(4, ge=1, le=4096)
 
 
 @dataclass(frozen=True)
@@ -107,7 +126,7 @@ class Node:
         self._trust = trust
         self._models = models
         self._stages = stages
-        self._chains: Chains | None = None
+        self._stage_serving: StageServer | None = None
         self._rng = random.Random()
         self._in_flight = InFlight()
         self._affinity = Affinity()
@@ -121,6 +140,8 @@ class Node:
         # Set by `run`; nothing is served before.
         self._transport: Transport
         self._gossip: GossipService
+        self._placing: Placing
+        self._devices: tuple[Device, ...] = ()
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -177,6 +198,17 @@ class Node:
             await nursery.start(self._gossip.run)
             nursery.start_soon(self._recheck)
             await self._load(nursery)
+            self._placing = Placing(
+                self._gossip,
+                self._holdings,
+                self._identity,
+                config,
+                stages=partial(self._stage_server, nursery),
+                fetch=self._fetch,
+            )
+            if self._devices:
+                self._placing.announce_devices(self._devices)
+            await nursery.start(self._placing.run)
             serving = partial(serve, stop=self._stop, closing=self._closing)
             async with trio.open_nursery() as endpoints:
                 urls = await endpoints.start(serving, api, listeners)
@@ -206,49 +238,42 @@ class Node:
         expect = partial(
             self._holdings.expect, device=config.device, slots=config.slots, queue=config.queue
         )
-        self._gossip.announce(devices=loading.device_facts())
+        self._devices = loading.device_facts()
+        self._gossip.announce(devices=self._devices)
+        stages = await self._stage_server(nursery)
         for manifest in self._models:
-            number = expect(manifest)
-            await self._holdings.add(number, await loading.open_engine(manifest, config))
-        if self._stages:
-            await nursery.start(self._serve_stages, expect)
+            await stages.load_replica(expect(manifest), manifest)
+        for manifest, wanted in self._stages:
+            layers = wanted.first, wanted.last
+            await stages.load_stage(expect(manifest, layers=layers), manifest, layers, None)
 
-    async def _serve_stages(
-        self,
-        expect: Callable[..., int],
-        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
-    ) -> None:
-        from mesh import loading
-        from mesh.chains import Chains, StagedModel
-        from mesh.relay.links import TransportLinks
-        from mesh.relay.service import Relay
-        from mesh.relay.serving import serve_relay
+    async def _stage_server(self, nursery: trio.Nursery) -> StageServer:
+        """What loads and serves here; made when it is first needed."""
+        if self._stage_serving is None:
+            from mesh.stages import StageServer
 
-        relay = Relay(TransportLinks(self._transport, self._addresses))
-        self._chains = Chains(
-            relay,
-            self._identity,
-            view=lambda: self._gossip.view,
-            slots=self._config.slots,
-            queue=self._config.queue,
-            on_load=self._report,
+            self._stage_serving = StageServer(
+                self._transport,
+                self._identity,
+                self._config,
+                self._holdings,
+                view=lambda: self._gossip.view,
+                addresses=self._addresses,
+                on_load=self._report,
+            )
+            await nursery.start(self._stage_serving.run)
+        return self._stage_serving
+
+    async def _fetch(self, wanted: Wanted) -> ModelManifest:
+        """The files of a model that placement puts here. Raises StoreError."""
+        manifest = await trio.to_thread.run_sync(
+            pull, ModelStore(self._config.models), wanted.name, abandon_on_cancel=True
         )
-        async with trio.open_nursery() as nursery, AsyncExitStack() as stack:
-            await nursery.start(serve_relay, relay, self._transport)
-            for manifest, wanted in self._stages:
-                layers = wanted.first, wanted.last
-                number = expect(manifest, layers=layers)
-                self._chains.add_model(
-                    StagedModel(manifest, await loading.open_tokenizer(manifest))
-                )
-                stage, speed = await loading.open_stage(manifest, layers, self._config)
-                await stack.enter_async_context(
-                    relay.stage(stage, manifest.digest, on_load=self._report)
-                )
-                load = partial(self._chains.load, manifest.digest, *layers)
-                self._holdings.add_stage(number, speed, stage.context_length, load)
-            task_status.started()
-            await trio.sleep_forever()
+        if manifest.digest != wanted.digest:
+            raise StoreError(
+                f"{wanted.name} on this machine has other weights than the mesh is to serve"
+            )
+        return manifest
 
     async def _recheck(self) -> None:
         """Certificates end while connections live."""
@@ -269,9 +294,11 @@ class Node:
     def _run(self, request: GenerateRequest, assignment: Assignment) -> Run:
         """What runs a request on this node, its own or a peer's. Raises GenerationError."""
         if assignment.chain:
-            if self._chains is None:
+            if self._stage_serving is None:
                 raise GenerationError("node_lost", "no stage is loaded here")
-            return self._chains.run(request.model, assignment.model_digest, assignment.chain)
+            return self._stage_serving.chains.run(
+                request.model, assignment.model_digest, assignment.chain
+            )
         replica = self._holdings.replica(request.model, assignment.model_digest)
         if replica is None:
             raise GenerationError(
@@ -329,9 +356,17 @@ class Node:
         view = self._gossip.view
         return describe.node(view.nodes[view.me])
 
+    def plan(self) -> Mapping[str, Any]:
+        return describe_plan.plan(self._gossip.view, self._placing.plan)
+
     def health(self) -> Health:
         waiting = [] if self._serving else ["starting"]
-        waiting += [f"loading {h.model}" for h in self._holdings.announced if not h.ready]
+        # What placement loads or lets go of keeps no client from asking.
+        waiting += [
+            f"loading {h.model}"
+            for h in self._holdings.announced
+            if not h.ready and h.claim is None
+        ]
         if self._stop.is_set():
             waiting.append("stopping")
         return Health(self._identity.peer_id, not waiting, waiting)
@@ -363,6 +398,33 @@ class Node:
             return self._trust.apply_crl(read_crl_file(crl))
         except CertificateError as error:
             raise ValueError(error.message) from error
+
+    async def serve_model(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            asked = ServeRequest.model_validate(wanted)
+            await self._placing.serve(
+                asked.model,
+                replicas=asked.replicas,
+                max_nodes=asked.max_nodes,
+                context=asked.context,
+                sessions=asked.sessions,
+            )
+        except ValidationError as error:
+            raise ValueError(str(error.errors()[0]["msg"])) from error
+        except (StoreError, OSError) as error:
+            raise ValueError(str(error)) from error
+        return await self.plan_of(asked.model, "")
+
+    async def plan_of(self, model: str | None, what_if: str) -> dict[str, Any]:
+        view = self._gossip.view
+        extra = None
+        try:
+            if model is not None and all(w.name != model for w in wants_in(view)):
+                extra = await self._placing.described(model)
+        except StoreError as error:
+            raise ValueError(str(error)) from error
+        layout = await self._placing.plan_for(partial(describe_plan.what_if, view, what_if), extra)
+        return describe_plan.plan(view, layout, model)
 
     def stop(self) -> None:
         self._stop.set()

@@ -63,6 +63,9 @@ def _node_routes(node: Node) -> list[Route]:
     async def view(request: Request) -> Response:
         return json_response(node.view())
 
+    async def plan(request: Request) -> Response:
+        return json_response(node.plan())
+
     async def capabilities(request: Request) -> Response:
         return json_response(node.capabilities())
 
@@ -70,6 +73,7 @@ def _node_routes(node: Node) -> list[Route]:
         Route("/health", health),
         Route("/ready", ready),
         Route("/v1/mesh/view", view),
+        Route("/v1/mesh/plan", plan),
         Route("/v1/mesh/capabilities", capabilities),
     ]
 

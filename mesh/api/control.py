@@ -7,6 +7,8 @@ carries the whole public API so that the command line works whatever key the pub
 from __future__ import annotations
 
 import hmac
+import json
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from starlette.applications import Starlette
@@ -16,6 +18,7 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 MAX_WAIT = 24 * 3600.0  # s
+MAX_WANTED = 4096  # bytes of a request to serve a model
 MAX_CRL_FILE = 512 << 10  # bytes
 
 
@@ -43,6 +46,18 @@ class ControlPort(Protocol):
         """Take a revocation list (DER or PEM) and spread it; False when it is not news.
 
         Raises ValueError with what is wrong with it.
+        """
+        ...
+
+    async def serve_model(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """Publish that the mesh is to serve a model: ``model``, and if given ``replicas``,
+        ``max_nodes``, ``context``, ``sessions``. Raises ValueError with what is wrong."""
+        ...
+
+    async def plan_of(self, model: str | None, what_if: str) -> dict[str, Any]:
+        """The layout, of one model if named, after changes such as ``add:16GB``.
+
+        Raises ValueError with what is wrong.
         """
         ...
 
@@ -120,12 +135,36 @@ def create_control_app(node: ControlPort, api: ASGIApp, token: str) -> ASGIApp:
         done = await node.wait(peers=count, model=query.get("model"), timeout=timeout)
         return JSONResponse({"done": done})
 
+    async def serve(request: Request) -> JSONResponse:
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_WANTED:
+                return _error(413, "too long")
+        try:
+            wanted = json.loads(body)
+            if not isinstance(wanted, dict):
+                return _error(400, "not a JSON object")
+            return JSONResponse(await node.serve_model(wanted))
+        except ValueError as error:
+            return _error(400, str(error))
+
+    async def plan(request: Request) -> JSONResponse:
+        query = request.query_params
+        try:
+            found = await node.plan_of(query.get("model"), query.get("what_if", ""))
+        except ValueError as error:
+            return _error(400, str(error))
+        return JSONResponse(found)
+
     routes = [
         Route("/control/status", status),
         Route("/control/peers", peers),
         Route("/control/models", models),
         Route("/control/discovered", discovered),
         Route("/control/wait", wait),
+        Route("/control/serve", serve, methods=["POST"]),
+        Route("/control/plan", plan),
         Route("/control/crl", revoke, methods=["POST"]),
         Route("/control/drain", drain, methods=["POST"]),
         Route("/control/stop", stop, methods=["POST"]),

@@ -32,7 +32,25 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
     add("--device", metavar="CPU|GPU|NPU|AUTO", help="where models run (default CPU)")
     add("--engine", metavar="stage|genai", help="what runs whole models (default stage)")
     add("--slots", type=int, metavar="N", help="sessions that an engine runs at once")
+    add("--memory", metavar="SIZE", help="that the mesh may fill here, as in 8GB (0: none)")
     add("--queue", type=int, metavar="N", help="requests that may wait for a slot")
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="MODEL", help="a model that the mesh is to serve")
+    parser.add_argument(
+        "--replicas", default="auto", metavar="N|auto", help="chains wanted; 0: stop serving it"
+    )
+    parser.add_argument("--max-nodes", type=int, metavar="K", help="on at most so many nodes")
+    parser.add_argument("--context", type=int, metavar="N", help="tokens of a session (4096)")
+    parser.add_argument("--sessions", type=int, metavar="N", help="sessions at once (4)")
+    _add_json(parser)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", metavar="MODEL", help="default: all that is wanted")
+    parser.add_argument("--what-if", metavar="CHANGES", default="", help="add:16GB,remove:desk-7")
+    _add_json(parser)
 
 
 def _add_init(parser: argparse.ArgumentParser) -> None:
@@ -101,6 +119,8 @@ COMMANDS: dict[str, _Command] = {
     "discover": ("nodes seen on the local network", "show", "discover", _add_json),
     "chat": ("ask a model, streamed", "chat", "chat", _add_chat),
     "model": ("models on this machine", "model", "model", _add_model),
+    "serve": ("have the mesh serve a model", "place", "serve", _add_serve),
+    "plan": ("where layers go, and what that should give", "place", "plan", _add_plan),
     "crl": ("give the mesh a new revocation list", "show", "crl", _add_crl),
     "verify": ("check the receipt of a saved response", "setup", "verify", _add_verify),
 }

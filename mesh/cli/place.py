@@ -1,0 +1,87 @@
+"""`meshnode serve` and `meshnode plan`: models that the mesh lays out by itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from inference.store.errors import StoreError
+from inference.store.store import ModelStore
+from mesh.cli.exits import CommandError, Exit
+from mesh.cli.local import local_node
+from mesh.cli.model import pull_with_progress
+from mesh.cli.terminal import printable
+from mesh.config import NodeConfig
+
+
+def serve(config: NodeConfig, options: argparse.Namespace) -> int:
+    """Fetch the model to this machine if need be, and publish that it is wanted."""
+    if options.replicas != "auto" and not options.replicas.isdecimal():
+        raise CommandError(Exit.USAGE, f"--replicas: {options.replicas!r} is no number, nor auto")
+    replicas = None if options.replicas == "auto" else int(options.replicas)
+    with local_node(config.home) as node:
+        if replicas != 0:
+            try:
+                pull_with_progress(ModelStore(config.models), options.name)
+            except StoreError as error:
+                raise CommandError(Exit.MODEL, str(error)) from error
+        wanted: dict[str, Any] = {
+            "model": options.name,
+            "replicas": replicas,
+            "max_nodes": options.max_nodes,
+            "context": options.context,
+            "sessions": options.sessions,
+        }
+        given = {key: value for key, value in wanted.items() if value is not None}
+        answer = node.post("/control/serve", json.dumps(given).encode())
+    if replicas == 0:
+        print(f"{options.name} is not served any more")
+        return Exit.OK
+    return _print(answer, as_json=options.json)
+
+
+def plan(config: NodeConfig, options: argparse.Namespace) -> int:
+    query = {"what_if": options.what_if} if options.what_if else {}
+    if options.name:
+        query["model"] = options.name
+    with local_node(config.home) as node:
+        answer = node.get("/control/plan", **query)
+    return _print(answer, as_json=options.json)
+
+
+def _print(answer: Any, *, as_json: bool) -> int:
+    if as_json:
+        json.dump(answer, sys.stdout, indent=2)
+        print()
+        return Exit.OK
+    if not answer["models"]:
+        print("nothing is wanted; `meshnode serve MODEL` changes that")
+    for model in answer["models"]:
+        print(f"{printable(model['model'])}: {model['layers']} layers", end="")
+        print(f", KV for {model['sessions']} sessions of {model['context']} tokens")
+        for chain in model["chains"]:
+            kind = "replica" if len(chain["stages"]) == 1 else f"chain of {len(chain['stages'])}"
+            state = "" if chain["loaded"] else ", not loaded yet"
+            print(
+                f"  {kind}: {chain['tokens_per_second']:.1f} tokens/s, first token of "
+                f"{answer['prompt_tokens']} after {chain['first_token_ms']:.0f} ms{state}"
+            )
+            for stage in chain["stages"]:
+                _print_stage(stage)
+        if model["spares"]:
+            print("  spare stages:")
+        for stage in model["spares"]:
+            _print_stage(stage)
+        for note in model["notes"]:
+            print(f"  {printable(note)}")
+    return Exit.OK
+
+
+def _print_stage(stage: dict[str, Any]) -> None:
+    layers = f"{stage['first']}-{stage['last']}"
+    mark = "" if stage["loaded"] else "  (not loaded)"
+    print(
+        f"    {printable(stage['name']):20} layers {layers:8} {stage['bytes'] / 1e6:8.0f} MB{mark}"
+    )

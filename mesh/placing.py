@@ -1,0 +1,370 @@
+"""The placement service: what the mesh wants, planned from the view, loaded here.
+
+It waits until the view says something new that matters for the layout, waits a little more for the
+rest of the news, and takes the steps that the layout has for this node.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import psutil
+import trio
+
+from ca.naming import Role
+from inference.errors import GenerationError
+from inference.store.errors import StoreError
+from inference.store.manifest import ModelManifest
+from inference.store.store import ModelStore
+from mesh.config import NodeConfig, parse_size
+from mesh.gossip.advert import MAX_HOLDINGS, MAX_WANTS, Device, StoredModel, Wanted
+from mesh.gossip.service import GossipService
+from mesh.gossip.view import View
+from mesh.holdings import Holdings
+from mesh.identity import Identity
+from mesh.routing.placement.claims import Claim, arrange, next_sequence
+from mesh.routing.placement.facts import Want
+from mesh.routing.placement.from_view import (
+    Facts,
+    facts_in,
+    newest_wants,
+    want_of,
+    wants_in,
+)
+from mesh.routing.placement.plan import Plan
+from mesh.routing.placement.steps import Drain, Held, Keep, Load, next_steps
+from mesh.speeds import Speeds
+from mesh.wants import OwnWants, describe_model
+
+if TYPE_CHECKING:
+    from mesh.stages import StageServer
+
+_log = logging.getLogger(__name__)
+
+SETTLE = 1.0  # s without news before planning
+LONGEST = 3.0  # s of news after which it is planned anyway
+LOOK_GAP = 0.2  # s between looks at a view that keeps changing
+BACKOFF = 30.0  # s without offering memory after a load that failed, doubled each time
+LONGEST_BACKOFF = 1800.0
+FREE_SHARE = 0.5  # of the memory that is free at start is offered
+
+Fetch = Callable[[Wanted], Awaitable[ModelManifest]]
+
+
+def offered_memory(config: NodeConfig) -> int:
+    """Bytes that placement may fill here."""
+    if config.memory is not None:
+        return parse_size(config.memory)
+    return int(psutil.virtual_memory().available * FREE_SHARE)
+
+
+class Placing:
+    """See the module. ``fetch`` brings the files of a model to this machine."""
+
+    def __init__(
+        self,
+        gossip: GossipService,
+        holdings: Holdings,
+        identity: Identity,
+        config: NodeConfig,
+        *,
+        stages: Callable[[], Awaitable[StageServer]],
+        fetch: Fetch,
+    ) -> None:
+        self._gossip = gossip
+        self._holdings = holdings
+        self._me = identity.peer_id
+        self._may_serve = Role.SERVE in identity.certificate.roles
+        self._may_publish = bool({Role.SERVE, Role.ADMIN} & identity.certificate.roles)
+        self._config = config
+        self._stages = stages
+        self._fetch = fetch
+        self._store = ModelStore(config.models)
+        self._own = OwnWants(config.home / "wants.json")
+        self._speeds = Speeds(config.home / "speeds.json")
+        self._memory = offered_memory(config) if self._may_serve else 0
+        self._devices: tuple[Device, ...] = ()
+        self._device = config.device
+        self._placed: dict[int, Want] = {}  # holdings by placement, and what for
+        self._loading: set[int] = set()
+        self._leaving: set[int] = set()  # holdings that drain, or will when they are loaded
+        self._failures = 0
+        self._offers = True
+        self._nursery: trio.Nursery
+        self.plan = Plan(())  # the layout as planned last
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        stored = await trio.to_thread.run_sync(self._store.list)
+        self._gossip.announce(
+            wants=self._wants(self._gossip.view),
+            speeds=self._speeds.rows,
+            stored=_rows(stored),
+        )
+        self.announce_devices(self._devices or (Device(name=self._config.device),))
+        async with trio.open_nursery() as self._nursery:
+            task_status.started()
+            known: object = None
+            while True:
+                known = await self._settled(known)
+                await self._act()
+                await trio.sleep(LOOK_GAP)
+
+    def announce_devices(self, devices: Sequence[Device]) -> None:
+        """What this machine has, with what placement may use of it."""
+        self._devices = tuple(devices)
+        if not self._devices:
+            return
+        name = self._config.device
+        chosen = next((d for d in self._devices if d.name == name), self._devices[0])
+        self._device = chosen.name
+        decode, prefill = self._speeds.rates(chosen.name)
+        offered = chosen.model_copy(
+            update={
+                "offered": self._offer or None,
+                "decode_rate": decode,
+                "prefill_rate": prefill,
+            }
+        )
+        self._gossip.announce(devices=tuple(offered if d is chosen else d for d in self._devices))
+
+    @property
+    def _offer(self) -> int:
+        """Memory for placement; after a failure only that of what is loaded."""
+        return self._memory if self._offers else self._used
+
+    @property
+    def _used(self) -> int:
+        return sum(
+            self._placed[h.id].stage_bytes(h.first, h.last)
+            for h in self._holdings.announced
+            if h.id in self._placed
+        )
+
+    # -- planning ---------------------------------------------------------------------------------
+
+    async def _settled(self, known: object) -> object:
+        """Wait until what matters is something else than ``known`` and has stopped changing."""
+        await self._gossip.wait_until(lambda view: self._matters(view) != known)
+        end = trio.current_time() + LONGEST
+        latest = self._matters(self._gossip.view)
+        while True:
+            with trio.move_on_at(min(trio.current_time() + SETTLE, end)) as limit:
+                await self._gossip.wait_until(partial(self._is_news, latest))
+            if limit.cancelled_caught:
+                return latest
+            latest = self._matters(self._gossip.view)
+
+    def _is_news(self, latest: object, view: View) -> bool:
+        return self._matters(view) != latest
+
+    def _matters(self, view: View) -> object:
+        """What the layout depends on."""
+        rows = []
+        for peer, node in view.nodes.items():
+            advert = node.advert
+            rows.append(
+                (
+                    peer,
+                    advert.state,
+                    advert.devices,
+                    advert.holdings,
+                    advert.wants,
+                    advert.speeds,
+                    advert.links,
+                )
+            )
+        return tuple(rows)
+
+    async def _act(self) -> None:
+        view = self._gossip.view
+        facts = facts_in(view)
+        self._learn(view)
+        if facts.wants or self._placed:
+            self.plan = await trio.to_thread.run_sync(_arrange, facts)
+            held = self._held(facts.claims)
+            for step in next_steps(self._me, self._offer, self.plan, facts.claims, held):
+                await self._take(step, facts.claims)
+        self._gossip.announce(wants=self._wants(self._gossip.view))
+
+    def _held(self, claims: Sequence[Claim]) -> list[Held]:
+        return [
+            Held(
+                id=h.id,
+                digest=h.digest,
+                first=h.first,
+                last=h.last,
+                bytes=self._placed[h.id].stage_bytes(h.first, h.last),
+                ready=h.ready,
+                draining=h.id in self._leaving,
+            )
+            for h in self._holdings.announced
+            if h.id in self._placed
+        ]
+
+    def _wants(self, view: View) -> tuple[Wanted, ...]:
+        """What this node repeats: its own, and what it holds a part of."""
+        digests = {want.model.digest for want in self._placed.values()}
+        newest = {w.name: w for w in newest_wants(view)}
+        own = {w.name: newest.get(w.name, w) for w in self._own}
+        for wanted in self._own:
+            if own[wanted.name].version < wanted.version:
+                own[wanted.name] = wanted
+        others = [w for w in newest.values() if w.digest in digests and w.name not in own]
+        return tuple([*own.values(), *others][:MAX_WANTS])
+
+    def _learn(self, view: View) -> None:
+        """Speeds of what was loaded, for the plans of all."""
+        shapes = {w.digest: want_of(w).model for w in newest_wants(view)}
+        learnt = [
+            self._speeds.learn(holding, shapes[holding.digest])
+            for holding in self._holdings.announced
+            if holding.ready and holding.digest in shapes
+        ]
+        if any(learnt):
+            self._gossip.announce(speeds=self._speeds.rows)
+            self.announce_devices(self._devices)
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    async def _take(self, step: Load | Drain | Keep, claims: Sequence[Claim]) -> None:
+        match step:
+            case Load(want, first, last):
+                wanted = next(
+                    w for w in wants_in(self._gossip.view) if w.digest == want.model.digest
+                )
+                number = self._claim(want, first, last, next_sequence(claims, wanted.digest))
+                self._nursery.start_soon(self._load, number, wanted, want, (first, last))
+            case Drain(number):
+                self._leaving.add(number)
+                if number not in self._loading:
+                    self._nursery.start_soon(self._drain, number)
+            case Keep(number):
+                self._leaving.discard(number)
+                (await self._stages()).keep(number)
+
+    def _claim(self, want: Want, first: int, last: int, sequence: int) -> int:
+        model = want.model
+        whole = (first, last) == (0, model.layers)
+        number = self._holdings.expect(
+            model,
+            device=self._device,
+            slots=want.sessions,
+            queue=self._config.queue,
+            layers=None if whole else (first, last),
+            claim=sequence,
+        )
+        self._placed[number] = want
+        self._loading.add(number)
+        return number
+
+    async def _load(self, number: int, wanted: Wanted, want: Want, layers: tuple[int, int]) -> None:
+        first, last = layers
+        _log.info("taking layers %d-%d of %s", first, last, wanted.name)
+        try:
+            manifest = await self._fetch(wanted)
+            stages = await self._stages()
+            kv = (last - first) * wanted.kv_bytes * want.context * want.sessions
+            if layers == (0, wanted.layers):
+                await stages.load_replica(number, manifest, kv)
+            else:
+                await stages.load_stage(number, manifest, layers, kv)
+        except (GenerationError, StoreError, OSError) as error:
+            _log.error("layers %d-%d of %s cannot be loaded: %s", first, last, wanted.name, error)
+            self._loading.discard(number)
+            await self._failed(number)
+            return
+        self._failures = 0
+        self._loading.discard(number)
+        if number in self._leaving:
+            self._nursery.start_soon(self._drain, number)
+        stored = await trio.to_thread.run_sync(self._store.list)
+        self._gossip.announce(stored=_rows(stored))
+
+    async def _failed(self, number: int) -> None:
+        """Give the claim back and offer nothing for a while, so that others take it."""
+        self._offers = False
+        self._placed.pop(number, None)
+        self._leaving.discard(number)
+        await self._holdings.remove(number)
+        self.announce_devices(self._devices)
+        wait = min(BACKOFF * 2**self._failures, LONGEST_BACKOFF)
+        self._failures += 1
+        await trio.sleep(wait)
+        self._offers = True
+        self.announce_devices(self._devices)
+
+    async def _drain(self, number: int) -> None:
+        stages = await self._stages()
+        await stages.drain(number)
+        if number in self._leaving:  # nobody has come to keep it
+            self._leaving.discard(number)
+            self._placed.pop(number, None)
+
+    # -- what people ask for ----------------------------------------------------------------------
+
+    async def serve(
+        self,
+        name: str,
+        *,
+        replicas: int | None,
+        max_nodes: int | None,
+        context: int,
+        sessions: int,
+    ) -> Wanted:
+        """Publish that the mesh is to serve a model of this machine's store; ``replicas`` 0 takes
+        it back. Raises ValueError with what is wrong, StoreError when the model is not here."""
+        if not self._may_publish:
+            raise ValueError("the certificate has neither the role serve nor admin")
+        known = next((w for w in newest_wants(self._gossip.view) if w.name == name), None)
+        version = max(int(time.time() * 1000), 1 + (known.version if known else 0))
+        if replicas == 0 and known is not None:
+            wanted = known.model_copy(
+                update={"replicas": 0, "version": version, "publisher": self._me}
+            )
+        else:
+            wanted = await self.described(name)
+            wanted = wanted.model_copy(
+                update={
+                    "version": version,
+                    "replicas": replicas,
+                    "max_nodes": max_nodes,
+                    "context": min(context, wanted.context_length),
+                    "sessions": sessions,
+                }
+            )
+            stored = await trio.to_thread.run_sync(self._store.list)
+            self._gossip.announce(stored=_rows(stored))
+        self._own.put(Wanted.model_validate(wanted.model_dump()))
+        self._gossip.announce(wants=self._wants(self._gossip.view))
+        return wanted
+
+    async def described(self, name: str) -> Wanted:
+        """A model of the store as it would be wanted. Raises StoreError, ValueError."""
+        from inference.split import SplitError
+
+        manifest = await trio.to_thread.run_sync(self._store.get, name)
+        try:
+            fields = await trio.to_thread.run_sync(describe_model, manifest)
+        except SplitError as error:
+            raise ValueError(f"{name} cannot be laid out over machines: {error}") from error
+        return Wanted.model_validate({**fields, "version": 1, "publisher": self._me})
+
+    async def plan_for(self, change: Callable[[Facts], Facts], extra: Wanted | None) -> Plan:
+        """The layout after ``change``, and with a model that is not wanted yet."""
+        facts = facts_in(self._gossip.view)
+        if extra is not None and all(w.model.digest != extra.digest for w in facts.wants):
+            facts = replace(facts, wants=(*facts.wants, want_of(extra)))
+        return await trio.to_thread.run_sync(_arrange, change(facts))
+
+
+def _arrange(facts: Facts) -> Plan:
+    return arrange(facts.wants, facts.machines, facts.network, facts.claims)
+
+
+def _rows(stored: Sequence[ModelManifest]) -> tuple[StoredModel, ...]:
+    return tuple(StoredModel(name=m.name[:128], digest=m.digest) for m in stored[:MAX_HOLDINGS])

@@ -1,0 +1,112 @@
+"""Nodes that hold nothing are told what is wanted, and arrange themselves."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from inference.store.manifest import ModelManifest
+
+pytestmark = pytest.mark.slow
+
+MEMORY = "110MB"  # each: the model with this context needs three of them
+SERVE = ("--context", "1024", "--sessions", "2")
+PROMPT = {"prompt": "The capital of France is", "max_tokens": 12, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def nodes(network: Any, demo_model: ModelManifest) -> Iterator[list[Any]]:
+    network.environment["MESHNODE_MODELS"] = str(demo_model.path.parent)
+    first: tuple[Any, ...] = ()
+    started = []
+    for number in range(4):
+        node = network.start(f"desk-{number}", "--memory", MEMORY, peers=first)
+        first = first or (node,)
+        started.append(node)
+    done = started[0].cli("wait", "--peers", "3", "--timeout", "30")
+    assert done.returncode == 0, done.stderr
+    yield started
+
+
+def plan(node: Any) -> dict[str, Any]:
+    done = node.cli("plan", "--json")
+    assert done.returncode == 0, done.stderr
+    models = json.loads(done.stdout)["models"]
+    return models[0] if models else {"chains": [], "spares": []}
+
+
+def eventually(holds: Callable[[], Any], seconds: float) -> Any:
+    """A plan comes from another process: there is no event to wait for here."""
+    end = time.monotonic() + seconds
+    while not (found := holds()):
+        assert time.monotonic() < end, "it does not happen"
+        time.sleep(0.5)
+    return found
+
+
+def loaded(node: Any) -> list[str]:
+    """Names of the nodes of the first chain, once it is loaded."""
+    chains = [chain for chain in plan(node)["chains"] if chain["loaded"]]
+    return [stage["name"] for stage in chains[0]["stages"]] if chains else []
+
+
+def ask(node: Any, model: str) -> str:
+    response = httpx2.post(
+        f"{node.api}/v1/completions", json={"model": model, **PROMPT}, timeout=60
+    )
+    assert response.status_code == 200, response.text
+    text: str = response.json()["choices"][0]["text"]
+    return text
+
+
+def test_a_chain_forms_is_mended_and_takes_in_a_newcomer(
+    network: Any, nodes: list[Any], demo_model: ModelManifest
+) -> None:
+    done = nodes[0].cli("serve", demo_model.name, *SERVE)
+    assert done.returncode == 0, done.stderr
+    assert "chain of 3" in done.stdout
+    first = eventually(lambda: loaded(nodes[1]), 60)
+    assert len(first) == 3
+    assert nodes[2].cli("wait", "--model", demo_model.name, "--timeout", "20").returncode == 0
+    text = ask(nodes[3], demo_model.name)
+    assert "Paris" in text
+    # The fourth holds a copy of one of the stages.
+    assert eventually(lambda: [s for s in plan(nodes[1])["spares"] if s["loaded"]], 30)
+
+    lost = next(n for n in nodes if n.name == first[1])
+    left = [n for n in nodes if n is not lost]
+    lost.stop(signal.SIGKILL)
+
+    def mended() -> bool:
+        names = loaded(left[0])
+        return len(names) == 3 and lost.name not in names
+
+    eventually(mended, 60)
+    assert ask(left[1], demo_model.name) == text
+
+    fresh = network.start("desk-new", "--memory", MEMORY, peers=(left[0],))
+    eventually(
+        lambda: (
+            "desk-new"
+            in [s["name"] for s in plan(left[0])["spares"] if s["loaded"]] + loaded(left[0])
+        ),
+        30,
+    )
+    assert ask(fresh, demo_model.name) == text
+
+
+def test_what_if_and_taking_back(nodes: list[Any], demo_model: ModelManifest) -> None:
+    node = next(n for n in nodes if n.process.poll() is None)
+    done = node.cli("plan", demo_model.name, "--what-if", "add:4GB", "--json")
+    assert done.returncode == 0, done.stderr
+    model = json.loads(done.stdout)["models"][0]
+    assert ["added-1"] in [[s["name"] for s in chain["stages"]] for chain in model["chains"]]
+    assert node.cli("plan", "--what-if", "remove:nobody").returncode == 1
+    assert node.cli("serve", demo_model.name, "--replicas", "0").returncode == 0
+    eventually(lambda: not httpx2.get(f"{node.api}/v1/models").json()["data"], 30)
