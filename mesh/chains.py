@@ -135,6 +135,9 @@ class Chains:
     def _serial(self, peer: PeerId) -> str | None:
         own = peer == self._identity.peer_id
         serial = self._identity.certificate.serial if own else self._relay.links.serial(peer)
+        node = self._view().nodes.get(peer)
+        if serial is None and node is not None:
+            serial = node.serial
         return None if serial is None else serial_text(serial)
 
 
@@ -159,11 +162,17 @@ class StagedRun:
         return self._run.generate(request)
 
     def parts(self, tokens: tuple[int, int]) -> tuple[Part, ...]:
+        # The serial that was noted while the peer was there: it may have gone since.
         shares = [
-            (share.hop.peer, (share.hop.first, share.hop.last), share.tokens)
+            (share.hop.peer, share.serial, (share.hop.first, share.hop.last), share.tokens)
             for share in self._run.shares()
-        ] or [(PeerId(hop.peer), (hop.first, hop.last), tokens) for hop in self._hops]
+        ] or [(PeerId(hop.peer), None, (hop.first, hop.last), tokens) for hop in self._hops]
         return tuple(
-            Part(peer=peer, serial=self._serial(peer), stage=stage, tokens=made)
-            for peer, stage, made in shares
+            Part(
+                peer=peer,
+                serial=self._serial(peer) if serial is None else serial_text(serial),
+                stage=stage,
+                tokens=made,
+            )
+            for peer, serial, stage, made in shares
         )

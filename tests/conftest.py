@@ -172,8 +172,9 @@ class Network:
             self.ca("issue", csr, "--roles", roles, "-o", home / "node.pem", *flags)
         return home
 
-    def launch(self, name: str, *flags: str) -> NodeProcess:
-        """Start a process without waiting for it to be ready."""
+    def launch(self, name: str, *flags: str, under: Sequence[str] = ()) -> NodeProcess:
+        """Start a process without waiting for it to be ready; ``under`` is a command that runs it
+        and gets commands of its own on standard input."""
         home = self.admit(name)
         defaults = {
             "--api": "127.0.0.1:0",
@@ -184,13 +185,16 @@ class Network:
         if "--mdns" not in flags:
             command.append("--no-mdns")
         process = subprocess.Popen(
-            [part for part in command if part != "--mdns"],
+            [*under, *(part for part in command if part != "--mdns")],
             env=self.environment,
+            stdin=subprocess.PIPE if under else None,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         node = NodeProcess(name, home, self.environment, process)
+        if name in self.nodes:
+            node.log += [*self.nodes[name].log, "-- started again --\n"]
 
         def read_log() -> None:
             for line in process.stderr or ():
@@ -203,6 +207,10 @@ class Network:
     def start(self, name: str, *flags: str, peers: tuple[NodeProcess, ...] = ()) -> NodeProcess:
         """Start a node and wait for its ready line."""
         node = self.launch(name, *flags, *(f for p in peers for f in ("--peer", p.listen)))
+        return self.ready(node)
+
+    def ready(self, node: NodeProcess) -> NodeProcess:
+        """Wait for the ready line of a node that was launched."""
         killer = threading.Timer(READY_TIMEOUT, node.process.kill)
         killer.start()
         line = node.process.stdout.readline() if node.process.stdout else ""
@@ -210,7 +218,7 @@ class Network:
         match = re.fullmatch(r"ready api=(\S+) peer=(\S+) listen=(\S+)\n", line)
         if match is None:
             node.process.kill()
-            pytest.fail(f"{name} is not ready: {line!r}\n{''.join(node.log)}")
+            pytest.fail(f"{node.name} is not ready: {line!r}\n{''.join(node.log)}")
         node.api, node.peer, listen = match.groups()
         node.listen = listen.split(",")[0]
         return node
@@ -220,7 +228,12 @@ class Network:
             if node.process.poll() is None:
                 node.process.send_signal(signal.SIGTERM)
         for node in self.nodes.values():
-            node.stop()
+            try:
+                node.process.wait(20)
+            except subprocess.TimeoutExpired:
+                node.process.kill()
+                node.process.wait()
+            (self.folder / f"{node.name}.log").write_text("".join(node.log), encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
