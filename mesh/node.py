@@ -57,7 +57,15 @@ from mesh.identity import (
 from mesh.placing import Placing
 from mesh.routing import Affinity, InFlight, RequestFacts, Route, choose
 from mesh.routing.placement.from_view import wants_in
-from mesh.transport import DialError, Link, ListenError, Transport, TransportConfig
+from mesh.transport import (
+    DialError,
+    Link,
+    ListenError,
+    Transport,
+    TransportConfig,
+    TransportError,
+    measure_link,
+)
 
 if TYPE_CHECKING:
     from mesh.stages import StageServer
@@ -439,6 +447,14 @@ class Node:
     async def _wait_idle(self) -> None:
         while any(load.active or load.waiting for load in self._holdings.loads):
             await self._load_changed.wait()
+
+    async def bench(self, peer: str, report: Callable[[float, str], None]) -> dict[str, Any]:
+        named = [n.peer for n in self._gossip.view.nodes.values() if peer in (n.peer, n.name)]
+        try:
+            link = await self._reach(named[0] if named else PeerId(peer))
+            return (await measure_link(link, progress=report)).as_json()
+        except TransportError as error:
+            raise ValueError(f"{peer}: {error}") from error
 
     async def wait(self, *, peers: int, model: str | None, timeout: float) -> bool:
         def holds(view: View) -> bool:

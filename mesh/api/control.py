@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
+import trio
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -67,9 +70,55 @@ class ControlPort(Protocol):
         """Take no new work, stop when what runs has ended; True if all of it could end in time."""
         ...
 
+    async def bench(self, peer: str, report: Callable[[float, str], None]) -> dict[str, Any]:
+        """Measure the link to a peer, given by name or PeerId; ``report`` hears the fraction done
+        and what is being measured. Raises ValueError when there is no such link or it breaks."""
+        ...
+
     async def wait(self, *, peers: int, model: str | None, timeout: float) -> bool:
         """True once so many peers are alive and the model can be used; False when time is up."""
         ...
+
+
+class _Lines:
+    """A response of JSON lines: ``{"done", "what"}`` while a task reports, then ``{"result"}`` or
+    ``{"error"}``."""
+
+    def __init__(
+        self, task: Callable[[Callable[[float, str], None]], Awaitable[dict[str, Any]]]
+    ) -> None:
+        self._task = task
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Whoever reads too slowly misses some of the progress, never the result.
+        lines, reading = trio.open_memory_channel[dict[str, Any]](64)
+
+        def report(done: float, what: str) -> None:
+            with suppress(trio.WouldBlock):
+                lines.send_nowait({"done": done, "what": what})
+
+        async def run() -> None:
+            async with lines:
+                try:
+                    await lines.send({"result": await self._task(report)})
+                except ValueError as error:
+                    await lines.send({"error": str(error)})
+
+        async def gone() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            nursery.cancel_scope.cancel()
+
+        headers = [(b"content-type", b"application/x-ndjson")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async with trio.open_nursery() as nursery, reading:
+            nursery.start_soon(gone)
+            nursery.start_soon(run)
+            async for line in reading:
+                body = json.dumps(line).encode() + b"\n"
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            nursery.cancel_scope.cancel()
+        await send({"type": "http.response.body", "body": b""})
 
 
 class _TokenGate:
@@ -117,6 +166,9 @@ def create_control_app(node: ControlPort, api: ASGIApp, token: str) -> ASGIApp:
             return JSONResponse({"news": node.revoke(bytes(crl))})
         except ValueError as error:
             return _error(400, str(error))
+
+    async def bench(request: Request) -> _Lines:
+        return _Lines(partial(node.bench, request.query_params.get("peer", "")))
 
     async def drain(request: Request) -> JSONResponse:
         try:
@@ -166,6 +218,7 @@ def create_control_app(node: ControlPort, api: ASGIApp, token: str) -> ASGIApp:
         Route("/control/serve", serve, methods=["POST"]),
         Route("/control/plan", plan),
         Route("/control/crl", revoke, methods=["POST"]),
+        Route("/control/bench", bench),
         Route("/control/drain", drain, methods=["POST"]),
         Route("/control/stop", stop, methods=["POST"]),
         Mount("/", app=api),

@@ -97,6 +97,11 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     remove.add_argument("name")
 
 
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("peer", help="name or PeerId of a node")
+    _add_json(parser)
+
+
 def _add_crl(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="what `meshca revoke` or `meshca crl` wrote")
 
@@ -117,6 +122,7 @@ COMMANDS: dict[str, _Command] = {
     "peers": ("the nodes this one knows", "show", "peers", _add_json),
     "models": ("the models of the mesh", "show", "models", _add_json),
     "discover": ("nodes seen on the local network", "show", "discover", _add_json),
+    "bench": ("measure the link to a node", "bench", "bench", _add_bench),
     "chat": ("ask a model, streamed", "chat", "chat", _add_chat),
     "model": ("models on this machine", "model", "model", _add_model),
     "serve": ("have the mesh serve a model", "place", "serve", _add_serve),

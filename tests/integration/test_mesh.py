@@ -174,6 +174,16 @@ def test_what_a_node_says_of_the_mesh(mesh: Mesh) -> None:
     assert httpx2.get(f"{mesh.entry.api}/ready").json()["ready"] is True
 
 
+def test_the_link_to_a_node_can_be_measured(mesh: Mesh) -> None:
+    done = mesh.entry.cli("bench", "desk-1", "--json", timeout=120)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert (figures["peer"], figures["path"]) == (mesh.first.peer, "direct")
+    assert figures["up_mb_s"] > 0 and figures["down_mb_s"] > 0
+    assert [trip["bytes"] for trip in figures["round_trips"]] == [1024, 10240]
+    assert mesh.entry.cli("bench", "nobody").returncode == 1
+
+
 def test_a_home_has_one_node(mesh: Mesh) -> None:
     second = mesh.network.launch("desk-1")
     try:
