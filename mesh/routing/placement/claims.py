@@ -28,7 +28,7 @@ from mesh.routing.placement.plan import (
     with_spares,
 )
 from mesh.routing.placement.predict import ChainPlan, StagePlan
-from mesh.routing.placement.search import AUTO_CHAINS
+from mesh.routing.placement.search import AUTO_CHAINS, find_chains
 
 MARGIN = 0.2  # a new layout must be better by this share of the seconds of a request
 
@@ -287,11 +287,19 @@ def _mended(
         free.remove(chosen)
         filled.append(StagePlan(chosen.peer, first, last, size))
     stages = sorted([*(_as_stage(want, claim) for claim in held), *filled], key=lambda s: s.first)
+    finder = ChainFinder(want, [room[stage.peer] for stage in stages], network)
+    chain = finder.plan([(room[s.peer], s.first, s.last) for s in stages])
+    apart = frozenset(stage.peer for stage in plan.stages) | avoid
+    left = None if want.max_nodes is None else want.max_nodes - len(plan.stages)
+    alone = replace(want, replicas=1, max_nodes=left)
+    for fresh in find_chains(alone, room.machines(without=apart), network).chains:
+        if len(fresh.stages) < len(stages) or fresh.prediction.cost * (1 + MARGIN) < (
+            chain.prediction.cost
+        ):
+            return plan  # it is not worth mending
     for stage in stages:
         if not any(c.peer == stage.peer and c.sequence is None for c in held):
             room.take(stage)
-    finder = ChainFinder(want, [room[stage.peer] for stage in stages], network)
-    chain = finder.plan([(room[s.peer], s.first, s.last) for s in stages])
     return replace(plan, chains=(*plan.chains, chain))
 
 

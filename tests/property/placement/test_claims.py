@@ -132,6 +132,12 @@ def test_a_lost_stage_is_taken_over_by_a_free_machine_and_nothing_else_moves():
     assert [(s.peer, s.first, s.last) for s in chain.stages] == [("C", 0, 3), ("B", 3, 6)]
 
 
+def test_a_broken_chain_is_not_mended_when_one_machine_does_it_alone():
+    machines = [machine("B", 3), machine("C", 9)]
+    plan = arrange([replace(WANT, replicas=1)], machines, network(machines), [claim("B", 3, 6)])
+    assert [chain.peers for chain in plan.models[0].chains] == [("C",)]
+
+
 def test_what_is_loaded_wins_then_the_earlier_claim_then_the_peer():
     machines = [machine(p, 7) for p in "ABC"]
     want = replace(WANT, replicas=1)
