@@ -33,7 +33,7 @@ program: Any = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(program)
 
 CUTS = (0, 10, 20, 30)
-TOKENS = 48
+TOKENS = 40
 
 
 class Stages:
@@ -42,33 +42,36 @@ class Stages:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.now = time.time()
-        self.processes: dict[str, subprocess.Popen[str]] = {}  # by PeerId
+        self.processes: list[subprocess.Popen[str]] = []
+        self.by_peer: dict[str, subprocess.Popen[str]] = {}
         self.ranges: dict[str, tuple[int, int]] = {}
         self.addresses: dict[str, list[str]] = {}
         self.usable: set[str] = set()
 
-    def start(self, name: str, first: int, last: int) -> None:
-        arguments = [name, first, last, self.now, self.folder]
-        process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), *map(str, arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        try:
+    def start(self, *wanted: tuple[str, int, int]) -> None:
+        """Start processes, each a name with a range, side by side."""
+        started = []
+        for name, first, last in wanted:
+            arguments = [name, first, last, self.now, self.folder]
+            process = subprocess.Popen(
+                [sys.executable, str(PROGRAM), *map(str, arguments)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            self.processes.append(process)
+            started.append((process, (first, last)))
+        for process, layers in started:
             assert process.stdout is not None
             said = json.loads(process.stdout.readline())
-        except BaseException:
-            process.kill()
-            raise
-        self.processes[said["peer"]] = process
-        self.ranges[said["peer"]] = (first, last)
-        self.addresses[said["peer"]] = said["addresses"]
-        self.usable.add(said["peer"])
+            self.by_peer[said["peer"]] = process
+            self.ranges[said["peer"]] = layers
+            self.addresses[said["peer"]] = said["addresses"]
+            self.usable.add(said["peer"])
 
     def introduce(self) -> None:
         line = json.dumps(self.addresses) + "\n"
-        for process in self.processes.values():
+        for process in self.processes:
             if process.poll() is None:
                 assert process.stdin is not None
                 process.stdin.write(line)
@@ -81,7 +84,7 @@ class Stages:
         return next(found, None)
 
     def stop(self) -> None:
-        for process in self.processes.values():
+        for process in self.processes:
             process.kill()
             process.wait()
 
@@ -177,16 +180,14 @@ async def open_chain(stages: Stages, nursery: trio.Nursery) -> ChainGenerator:
 def test_any_stage_at_any_token(stages: Stages, how: signal.Signals) -> None:
     requests = [wanted(1), wanted(2)]
     expected = unbroken(requests)
-    for number, (first, last) in enumerate(itertools.pairwise(CUTS[1:])):
-        for copy in range(2):
-            stages.start(f"s{number}-{copy}", first, last)
+    ranges = [*itertools.pairwise(CUTS[1:])] * 2
+    stages.start(*((f"s{number}", *layers) for number, layers in enumerate(ranges)))
     rng = random.Random(int(how))
 
     async def main() -> list[float]:
         pauses = []
         async with trio.open_nursery() as nursery:
             chain = await open_chain(stages, nursery)
-            assert (await read(chain, requests[0]))[0] == expected[0]  # with nothing lost
             for rank in (2, 1):
                 moment = rng.randrange(3, TOKENS - 3)
                 results: dict[int, tuple[list[int], float]] = {}
@@ -195,7 +196,7 @@ def test_any_stage_at_any_token(stages: Stages, how: signal.Signals) -> None:
                     if count == moment:
                         victim = chain.head.route[rank].peer
                         stages.usable.discard(victim)
-                        stages.processes[victim].send_signal(how)
+                        stages.by_peer[victim].send_signal(how)
 
                 await both(chain, requests, lose, results)
                 for number in range(2):
@@ -213,8 +214,8 @@ def test_any_stage_at_any_token(stages: Stages, how: signal.Signals) -> None:
 @pytest.mark.slow
 def test_without_a_spare_the_client_is_told_and_the_rest_goes_on(stages: Stages) -> None:
     request = wanted(3)
-    for number, (first, last) in enumerate(itertools.pairwise(CUTS[1:])):
-        stages.start(f"s{number}", first, last)
+    ranges = itertools.pairwise(CUTS[1:])
+    stages.start(*((f"s{number}", *layers) for number, layers in enumerate(ranges)))
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:
@@ -224,15 +225,18 @@ def test_without_a_spare_the_client_is_told_and_the_rest_goes_on(stages: Stages)
 
             def lose(count: int) -> None:
                 if count == 10:
-                    stages.processes[victim].kill()
+                    stages.by_peer[victim].kill()
 
             began = time.perf_counter()
             with pytest.raises(GenerationError) as caught, trio.fail_after(60):
                 await read(chain, request, lose)
             assert caught.value.code == "node_lost"
             assert time.perf_counter() - began < 20
-            assert chain.head.idle and chain.load().cache_used == 0
-            assert stages.processes[survivor].poll() is None
+            assert chain.head.idle
+            with trio.fail_after(5):
+                while chain.load().cache_used:  # noqa: ASYNC110 (polling is the test's business)
+                    await trio.sleep(0.01)
+            assert stages.by_peer[survivor].poll() is None
             nursery.cancel_scope.cancel()
 
     trio.run(main)

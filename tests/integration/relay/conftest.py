@@ -19,7 +19,7 @@ from inference.split import Splittable, read_splittable
 from inference.stage import Stage
 from inference.store.manifest import ModelManifest
 from inference.tokenizer import Tokenizer
-from mesh.identity import PeerId, TrustStore
+from mesh.identity import Identity, PeerId, TrustStore
 from mesh.relay.chain import ChainHead
 from mesh.relay.generator import ChainGenerator
 from mesh.relay.host import StageHost
@@ -66,15 +66,22 @@ class Mesh:
         node = self.nodes.get(peer)
         return node.transport.addresses if node is not None else ()
 
-    async def add(self, name: str, first: int | None = None, last: int = 0) -> Node:
+    async def add(
+        self, name: str, first: int | None = None, last: int = 0, **certificate: Any
+    ) -> Node:
         assert self.nursery is not None
-        node: Node = await self.nursery.start(self._run, name, first, last)
+        identity = self.authority.identity(name, now=time.time(), **certificate)
+        node: Node = await self.nursery.start(self._run, name, identity, first, last)
         return node
 
     async def _run(
-        self, name: str, first: int | None, last: int, task_status: trio.TaskStatus[Node]
+        self,
+        name: str,
+        identity: Identity,
+        first: int | None,
+        last: int,
+        task_status: trio.TaskStatus[Node],
     ) -> None:
-        identity = self.authority.identity(name, now=time.time())
         trust = TrustStore(self.authority.network, [self.authority.root], self.folder / name)
         async with AsyncExitStack() as stack:
             opened = Transport.open(TransportConfig(listen=(LOOPBACK,)), identity, trust)

@@ -10,11 +10,9 @@ import trio
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cuts", [(11,), (7, 19), (3, 9, 16, 27)], ids=["2", "3", "5"])
-@pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "seeded"])
-def test_sixteen_sessions_joining_and_leaving(
-    open_mesh, requests, read_all, uncut, cuts, seeded
-) -> None:
-    wanted = requests(16, 32, seeded=seeded)
+def test_sixteen_sessions_joining_and_leaving(open_mesh, requests, read_all, uncut, cuts) -> None:
+    # Half of them take the most likely token, half draw.
+    wanted = [*requests(16, 32, seeded=False)[:8], *requests(16, 32, seeded=True)[8:]]
     expected = uncut(wanted)
 
     async def main() -> None:
