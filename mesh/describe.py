@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
+from mesh.admission.policy import Standing
 from mesh.api import ModelInfo
 from mesh.gossip.advert import Holding
 from mesh.gossip.view import ModelView, NodeView, View
@@ -49,14 +50,17 @@ def models(view: View) -> list[dict[str, Any]]:
     ]
 
 
-def peers(view: View) -> list[dict[str, Any]]:
-    """The other nodes, those that are alive first."""
+def peers(view: View, standings: Mapping[PeerId, Standing]) -> list[dict[str, Any]]:
+    """The other nodes, those that are alive first, with what this node's tests say of them."""
+    untested = Standing()
     return [
         {
             "peer": entry.peer,
             "name": entry.name,
             "status": entry.status,
             "reason": entry.reason,
+            "admission": standings.get(entry.peer, untested).state,
+            "why": standings.get(entry.peer, untested).reason,
             "roles": sorted(entry.roles),
             "path": entry.link.path if entry.link else None,
             "rtt_ms": _milliseconds(entry.link.rtt if entry.link else None),

@@ -36,7 +36,7 @@ def peers(config: NodeConfig, options: argparse.Namespace) -> int:
         config,
         options,
         "/control/peers",
-        ("name", "status", "path", "rtt_ms", "roles", "holds", "peer"),
+        ("name", "status", "admission", "why", "path", "rtt_ms", "roles", "holds", "peer"),
         "no peers",
     )
 

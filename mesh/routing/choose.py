@@ -127,6 +127,10 @@ def _objection(node: NodeView, holding: Holding, facts: RequestFacts) -> str | N
         return "lost or refused by this request"
     if node.status != "alive":
         return f"{node.status}: {node.reason}"
+    if node.peer in facts.rejected:
+        return "rejected by the admission test"
+    if node.peer in facts.unfit and holding.kind == "stage":
+        return "quarantined: no place in chains"
     if node.advert.state != "up":
         return node.advert.state
     return None if holding.ready else LOADING

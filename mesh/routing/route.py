@@ -23,7 +23,8 @@ class RequestFacts:
 
     ``prompt_tokens`` counts everything to be prefilled, tokens to resume with included; an estimate
     is enough. ``digest`` pins the exact weights (a resumed request must go on with the same).
-    ``exclude`` are peers that this request has lost or that refused it. ``marks`` describe the
+    ``exclude`` are peers that this request has lost or that refused it, ``unfit`` those that are
+    not to be in chains, ``rejected`` those that get no work at all. ``marks`` describe the
     prompt's leading parts, and ``cached`` is how many leading tokens of it a peer probably still
     holds in its KV cache.
     """
@@ -33,6 +34,8 @@ class RequestFacts:
     max_tokens: int | None = None
     digest: str | None = None
     exclude: frozenset[PeerId] = frozenset()
+    unfit: frozenset[PeerId] = frozenset()
+    rejected: frozenset[PeerId] = frozenset()
     marks: tuple[Mark, ...] = ()
     cached: Mapping[PeerId, int] = field(default_factory=lambda: MappingProxyType({}))
 

@@ -13,7 +13,7 @@ from mesh.transport.errors import (
 )
 from mesh.transport.lanes import Lane
 from mesh.transport.link import Link
-from mesh.transport.linkbench import LinkFigures, RoundTrips, measure_link
+from mesh.transport.linkbench import LinkFigures, RoundTrips, measure_link, packets_of
 from mesh.transport.links import LinkDown, LinkMoved, LinkUp
 from mesh.transport.liveness import LivenessPolicy
 from mesh.transport.messages import Message, Request
@@ -42,4 +42,5 @@ __all__ = [
     "TransportError",
     "Tuning",
     "measure_link",
+    "packets_of",
 ]

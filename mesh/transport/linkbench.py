@@ -98,7 +98,7 @@ async def measure_link(
     Raises LinkClosed, RemoteError, DeadlineExceeded.
     """
     report = progress or (lambda fraction, what: None)
-    before = _packets(link)
+    before = packets_of(link)
     trips = []
     for index, size in enumerate((1024, 10_240)):
         report(0.3 * index / 2, f"round trips of {size // 1024} KB")
@@ -106,7 +106,7 @@ async def measure_link(
     up = await _up(link, megabytes << 20, seconds, lambda f: report(0.3 + 0.35 * f, "up"))
     down = await _down(link, megabytes << 20, seconds, lambda f: report(0.65 + 0.35 * f, "down"))
     report(1.0, "done")
-    after = _packets(link)
+    after = packets_of(link)
     loss = None
     if before is not None and after is not None and after[0] > before[0]:
         loss = (after[1] - before[1]) / (after[0] - before[0])
@@ -124,7 +124,7 @@ async def measure_link(
     )
 
 
-def _packets(link: Link) -> tuple[int, int] | None:
+def packets_of(link: Link) -> tuple[int, int] | None:
     """Packets sent and lost so far on the connection below."""
     connection = link.carrier.connection
     return connection.engine.packets if isinstance(connection, MeshConnection) else None
