@@ -26,6 +26,8 @@ from inference.store.errors import StoreError
 from inference.store.manifest import ModelManifest
 from inference.store.store import ModelStore
 from mesh import describe, describe_plan
+from mesh.admission.policy import Thresholds
+from mesh.admission.service import AdmissionService
 from mesh.api import (
     BindError,
     Health,
@@ -41,7 +43,8 @@ from mesh.forward.events import AnswerEvent
 from mesh.forward.execution import Run, WholeModel
 from mesh.forward.serving import ForwardServer
 from mesh.forward.wire import Assignment
-from mesh.gossip.advert import Device, Wanted
+from mesh.gossip.advert import Device
+from mesh.gossip.advert import Wanted as WantedModel
 from mesh.gossip.service import GossipService
 from mesh.gossip.view import View
 from mesh.holdings import Holdings
@@ -56,7 +59,7 @@ from mesh.identity import (
 )
 from mesh.placing import Placing
 from mesh.routing import Affinity, InFlight, RequestFacts, Route, choose
-from mesh.routing.placement.from_view import wants_in
+from mesh.routing.placement.from_view import verdicts_in, wants_in
 from mesh.transport import (
     DialError,
     Link,
@@ -149,6 +152,7 @@ class Node:
         self._transport: Transport
         self._gossip: GossipService
         self._placing: Placing
+        self._admission: AdmissionService
         self._devices: tuple[Device, ...] = ()
 
     # -- life ---------------------------------------------------------------------------------
@@ -214,6 +218,15 @@ class Node:
                 stages=partial(self._stage_server, nursery),
                 fetch=self._fetch,
             )
+            self._admission = AdmissionService(
+                self._transport,
+                _thresholds(config),
+                view=lambda: self._gossip.view,
+                is_idle=lambda: not any(h.active or h.waiting for h in self._holdings.loads),
+                announce=lambda links: self._gossip.announce(links=tuple(links)),
+                rng=self._rng,
+            )
+            await nursery.start(self._admission.run)
             if self._devices:
                 self._placing.announce_devices(self._devices)
             await nursery.start(self._placing.run)
@@ -272,7 +285,7 @@ class Node:
             await nursery.start(self._stage_serving.run)
         return self._stage_serving
 
-    async def _fetch(self, wanted: Wanted) -> ModelManifest:
+    async def _fetch(self, wanted: WantedModel) -> ModelManifest:
         """The files of a model that placement puts here. Raises StoreError."""
         manifest = await trio.to_thread.run_sync(
             pull, ModelStore(self._config.models), wanted.name, abandon_on_cancel=True
@@ -316,9 +329,19 @@ class Node:
 
     def _choose_route(self, facts: RequestFacts) -> Route:
         view, now = self._gossip.view, trio.current_time()
-        cached = self._affinity.cached(facts.marks, tuple(view.nodes), now)
-        facts = replace(facts, cached=cached)
-        route = choose(view, facts, rng=self._rng, in_flight=self._in_flight)
+        facts = replace(
+            facts,
+            cached=self._affinity.cached(facts.marks, tuple(view.nodes), now),
+            rejected=self._admission.those("rejected"),
+            unfit=frozenset(p for p, verdict in verdicts_in(view).items() if verdict.state),
+        )
+        pick = partial(choose, view, rng=self._rng, in_flight=self._in_flight)
+        try:
+            route = pick(facts)
+        except GenerationError:
+            if not facts.unfit:
+                raise
+            route = pick(replace(facts, unfit=frozenset()))  # slowly rather than not at all
         self._affinity.remember(facts.marks, route, now)
         return route
 
@@ -393,7 +416,7 @@ class Node:
         )
 
     def peer_table(self) -> list[dict[str, Any]]:
-        return describe.peers(self._gossip.view)
+        return describe.peers(self._gossip.view, self._admission.standings)
 
     def model_table(self) -> list[dict[str, Any]]:
         return describe.models(self._gossip.view)
@@ -463,6 +486,16 @@ class Node:
         with trio.move_on_after(timeout) as limit:
             await self._gossip.wait_until(holds)
         return not limit.cancelled_caught
+
+
+def _thresholds(config: NodeConfig) -> Thresholds:
+    return Thresholds(
+        min_bandwidth=config.min_bandwidth_mbps * 1e6 / 8,
+        max_rtt=config.max_rtt_ms / 1e3,
+        max_jitter=config.max_jitter_ms / 1e3,
+        max_loss=config.max_loss,
+        min_tokens_per_second=config.min_tokens_per_s,
+    )
 
 
 def _first(group: BaseExceptionGroup[Any]) -> Exception:
