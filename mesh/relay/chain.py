@@ -20,6 +20,7 @@ from inference.errors import ErrorCode, GenerationError
 from inference.generation import FinishReason
 from mesh.identity import PeerId
 from mesh.relay.frames import Encoding, parse
+from mesh.relay.host import StageHost
 from mesh.relay.links import PeerLost, at_once
 from mesh.relay.mending import Mender, Spare
 from mesh.relay.messages import (
@@ -430,6 +431,10 @@ class ChainHead:
 
     def on_link_down(self, peer: PeerId) -> None:
         self._mender.lose(peer)
+
+    def on_unload(self, host: StageHost) -> None:
+        if host is self._host:
+            self._fail_all("node_lost", "the first stage of the chain has been unloaded")
 
     def _mended(self, mended: Mended, sessions: Sequence[HeadSession]) -> None:
         """The stages are at a new epoch; ``sessions`` were in the ring when that began."""

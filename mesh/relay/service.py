@@ -70,6 +70,8 @@ class Head(Protocol):
 
     def on_link_down(self, peer: PeerId) -> None: ...
 
+    def on_unload(self, host: StageHost) -> None: ...
+
 
 class Relay:
     """See the module. ``run`` has to be running; stages may come and go meanwhile."""
@@ -124,9 +126,16 @@ class Relay:
                 yield host
             finally:
                 del self._hosts[key]
-                for chain in list(host.table.chains.values()):
-                    self._chains.pop(chain.id, None)
+                self._take_leave(host)
                 nursery.cancel_scope.cancel()
+
+    def _take_leave(self, host: StageHost) -> None:
+        """A stage is being unloaded: whoever has sessions in it must go on elsewhere."""
+        for chain in list(host.table.chains.values()):
+            self._chains.pop(chain.id, None)
+            self._report_lost(chain, self.links.me)
+        for head in list(self.heads.values()):
+            head.on_unload(host)
 
     def host(self, model: str, first: int, last: int) -> StageHost | None:
         return self._hosts.get((model, first, last))

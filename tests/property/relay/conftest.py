@@ -202,6 +202,7 @@ class World:
     tap: Callable[[PeerId, PeerId, str, Any], None] = lambda *_: None
     _queues: dict[tuple[PeerId, PeerId, bool], deque[Any]] = field(default_factory=dict)
     _scopes: dict[PeerId, trio.CancelScope] = field(default_factory=dict)
+    _loaded: dict[PeerId, trio.CancelScope] = field(default_factory=dict)
     nursery: trio.Nursery | None = None
 
     async def add(self, name: str, first: int, last: int, layers: int, **options: Any) -> PeerId:
@@ -219,10 +220,18 @@ class World:
             async with trio.open_nursery() as nursery:
                 relay = self.relays[me]
                 await nursery.start(relay.run)
-                async with relay.stage(self.stages[me], DIGEST, **kept) as host:
-                    self.hosts[me] = host
-                    task_status.started()
-                    await trio.sleep_forever()
+                with trio.CancelScope() as loaded:
+                    self._loaded[me] = loaded
+                    async with relay.stage(self.stages[me], DIGEST, **kept) as host:
+                        self.hosts[me] = host
+                        task_status.started()
+                        await trio.sleep_forever()
+                await trio.sleep_forever()
+
+    def unload(self, node: PeerId) -> None:
+        """The node lives on without its stage."""
+        self._loaded[node].cancel()
+        del self.stages[node]
 
     def check(self, one: PeerId, other: PeerId) -> None:
         if (

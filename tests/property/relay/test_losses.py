@@ -181,3 +181,39 @@ def test_the_head_is_lost(toys) -> None:
             await world.empty()
 
     trio.run(main)
+
+
+def test_a_stage_that_is_unloaded_hands_over_at_once(toys) -> None:
+    async def main() -> None:
+        async with toys.open_world() as world:
+            head = await ring(world, spares=1)
+            ask = toys.Ask([1, 2, 3], 60)
+            session = ask.session()
+            await head.start(session)
+            tokens = [(await session.get()).token for _ in range(5)]
+            for rank in (1, 2, 3):
+                before = trio.current_time()
+                leaving = head.route[rank].peer
+                world.unload(leaving)
+                while head.route[rank].peer == leaving:
+                    tokens.append((await session.get()).token)
+                assert trio.current_time() - before < 0.4
+                tokens += [(await session.get()).token for _ in range(5)]
+            while len(tokens) < 60:
+                tokens.append((await session.get()).token)
+            assert tokens == ask.expected(8)
+            head.end(session)
+            await world.empty()
+
+            session = toys.Ask([1, 2, 3], 400).session()
+            await head.start(session)
+            world.unload(head.route[0].peer)
+            with pytest.raises(GenerationError) as caught:
+                while True:
+                    await session.get()
+            assert caught.value.code == "node_lost"
+            assert head.failed
+            head.end(session)
+            await world.empty()
+
+    trio.run(main)
