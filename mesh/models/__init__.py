@@ -1,0 +1,1 @@
+"""Weights from peers: exactly the layers that a node needs, in verified chunks."""

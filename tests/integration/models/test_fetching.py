@@ -1,0 +1,245 @@
+"""Weights from peers over real links: exact, resumed, and never from one that sends the wrong."""
+
+from __future__ import annotations
+
+import random
+import time
+from contextlib import AsyncExitStack
+
+import pytest
+import trio
+
+from inference.store.errors import StoreError
+from inference.store.manifest import ModelFile, ModelManifest, digest_of, write_manifest
+from inference.store.store import ModelStore, describe
+from mesh.identity import TrustStore
+from mesh.models.fetching import PeerFetch
+from mesh.models.offer import CHUNK, CHUNK_KIND, OFFER_KIND
+from mesh.models.serving import ModelServer
+from mesh.models.shelf import Shelf
+from mesh.transport import Message, Transport, TransportConfig
+
+LAYERS = 4
+SIZES = {
+    "openvino_model.xml": 3000,
+    "openvino_model.bin": 5 * CHUNK + 77,
+    "openvino_tokenizer.xml": 100,
+    "openvino_tokenizer.bin": CHUNK,
+    ".stages/1-3/openvino_model.xml": 2000,
+    ".stages/1-3/openvino_model.bin": 3 * CHUNK + 1,
+}
+
+
+def put_model(root, seed=1, name="made-up"):
+    """A model in a store, as far as its files matter here."""
+    rng = random.Random(seed)
+    folder = root / name
+    for path, size in SIZES.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(rng.randbytes(size))
+    files: tuple[ModelFile, ...] = tuple(
+        describe(folder, path) for path in SIZES if not path.startswith(".")
+    )
+    manifest = ModelManifest(
+        name=name,
+        digest=digest_of(files),
+        architecture="llama",
+        layers=LAYERS,
+        context_length=64,
+        hidden_size=8,
+        vocabulary_size=16,
+        kv_elements=16,
+        eos_token_ids=(2,),
+        chat_template=None,
+        files=files,
+        path=folder,
+    )
+    write_manifest(manifest)
+    return manifest
+
+
+class Mesh:
+    """One node that fetches and some that give, each with a store of its own."""
+
+    def __init__(self, tmp_path, authority, stack):
+        self.folder, self.authority, self.stack = tmp_path, authority, stack
+        self.shelves = {}
+
+    async def node(self, name):
+        authority = self.authority
+        transport = await self.stack.enter_async_context(
+            Transport.open(
+                TransportConfig(listen=("/ip4/127.0.0.1/udp/0/quic-v1",)),
+                authority.identity(name),
+                TrustStore(authority.network, [authority.root], self.folder / f"{name}-crl"),
+            )
+        )
+        self.shelves[name] = Shelf(ModelStore(self.folder / name))
+        return transport
+
+    async def giver(self, name, seed=1):
+        put_model(self.folder / name, seed)
+        transport = await self.node(name)
+        ModelServer(self.shelves[name]).serve(transport)
+        return transport
+
+
+def run(tmp_path, authority, main):
+    async def outer():
+        with trio.fail_after(60):
+            async with AsyncExitStack() as stack:
+                await main(Mesh(tmp_path, authority, stack))
+
+    trio.run(outer)
+
+
+@pytest.fixture
+def authority(make_authority):
+    return make_authority("testnet", time.time() - 86_400)
+
+
+async def links(transport, *givers):
+    return [await transport.connect(giver.addresses[0]) for giver in givers]
+
+
+def same(folder, other, *paths):
+    return all((folder / path).read_bytes() == (other / path).read_bytes() for path in paths)
+
+
+def test_a_stage_comes_with_what_belongs_to_it_and_nothing_else(tmp_path, authority):
+    async def main(mesh):
+        giver, taker = await mesh.giver("giver"), await mesh.node("taker")
+        digest = put_model(tmp_path / "giver").digest
+        seen, sent = [], []
+        fetch = PeerFetch(mesh.shelves["taker"], transferred=lambda *facts: sent.append(facts))
+        manifest = await fetch.fetch(
+            digest, (1, 3), await links(taker, giver), lambda *s: seen.append(s)
+        )
+        assert manifest.digest == digest and manifest.layers == LAYERS
+        here = {
+            str(path.relative_to(manifest.path))
+            for path in manifest.path.rglob("*")
+            if path.is_file() and not path.name.startswith(".complete")
+        }
+        stage = {path for path in SIZES if path.startswith(".stages")}
+        small = {"openvino_tokenizer.xml", "openvino_tokenizer.bin"}
+        assert here == stage | small | {"manifest.json"}
+        assert same(tmp_path / "giver" / "made-up", manifest.path, *stage, *small)
+        assert seen[0][0] == 0 and seen[-1][0] == seen[-1][1] == sum(s for _, s, _ in sent)
+        # It is here now: nobody is asked.
+        again = await fetch.fetch(digest, (1, 3), [])
+        assert again == manifest
+        # And whoever got it can give it on.
+        third = await mesh.node("third")
+        ModelServer(mesh.shelves["taker"]).serve(taker)
+        passed_on = await PeerFetch(mesh.shelves["third"]).fetch(
+            digest, (1, 3), await links(third, taker)
+        )
+        assert same(manifest.path, passed_on.path, *stage)
+
+    run(tmp_path, authority, main)
+
+
+def test_a_peer_that_sends_other_bytes_is_dropped_and_another_one_asked(tmp_path, authority):
+    async def main(mesh):
+        bad, good = await mesh.giver("bad"), await mesh.giver("good")
+        taker = await mesh.node("taker")
+        digest = put_model(tmp_path / "good").digest
+        # The offer is made before the bytes change.
+        mesh.shelves["bad"].offer(digest, 0, LAYERS)
+        path = tmp_path / "bad" / "made-up" / "openvino_model.bin"
+        path.write_bytes(bytes(SIZES["openvino_model.bin"]))
+        fetched = await PeerFetch(mesh.shelves["taker"]).fetch(
+            digest, (0, LAYERS), await links(taker, bad, good)
+        )
+        assert same(tmp_path / "good" / "made-up", fetched.path, "openvino_model.bin")
+        alone = await mesh.node("alone")
+        with pytest.raises(StoreError, match="no peer is left"):
+            await PeerFetch(mesh.shelves["alone"]).fetch(
+                digest, (0, LAYERS), await links(alone, bad)
+            )
+        assert mesh.shelves["alone"].find(digest, 0, LAYERS) is None
+
+    run(tmp_path, authority, main)
+
+
+def test_what_most_peers_offer_is_taken_and_another_model_is_refused(tmp_path, authority):
+    async def main(mesh):
+        digest = put_model(tmp_path / "a").digest
+        one, two, liar = await mesh.giver("a"), await mesh.giver("b"), await mesh.node("liar")
+        put_model(tmp_path / "liar", seed=2)
+        _, other = mesh.shelves["liar"].offer(
+            put_model(tmp_path / "liar", seed=2).digest, 0, LAYERS
+        )
+
+        async def lie(request):
+            return Message(other.body.model_dump(mode="json"), other.payload())
+
+        liar.serve(OFFER_KIND, lie)
+        taker = await mesh.node("taker")
+        every = await links(taker, liar, one, two)
+        fetched = await PeerFetch(mesh.shelves["taker"]).fetch(digest, (0, LAYERS), every)
+        assert fetched.digest == digest
+        alone = await mesh.node("alone")
+        with pytest.raises(StoreError, match="another model"):
+            await PeerFetch(mesh.shelves["alone"]).fetch(
+                digest, (0, LAYERS), await links(alone, liar)
+            )
+
+    run(tmp_path, authority, main)
+
+
+def test_a_broken_off_fetch_goes_on_where_it_stopped(tmp_path, authority):
+    async def main(mesh):
+        giver, taker = await mesh.giver("giver"), await mesh.node("taker")
+        digest = put_model(tmp_path / "giver").digest
+        (link,) = await links(taker, giver)
+        fetch = PeerFetch(mesh.shelves["taker"])
+        with trio.CancelScope() as scope:
+            await fetch.fetch(
+                digest, (0, LAYERS), [link], lambda done, _: done > 2 * CHUNK and scope.cancel()
+            )
+        assert scope.cancelled_caught
+        assert mesh.shelves["taker"].find(digest, 0, LAYERS) is None
+        seen = []
+        await fetch.fetch(digest, (0, LAYERS), [link], lambda *s: seen.append(s))
+        assert seen[0][0] > 2 * CHUNK and seen[-1][0] == seen[-1][1]
+        assert mesh.shelves["taker"].find(digest, 0, LAYERS) is not None
+
+    run(tmp_path, authority, main)
+
+
+def test_only_nodes_that_may_serve_get_weights_and_nonsense_is_answered(tmp_path, authority):
+    from ca.naming import Role
+    from mesh.transport import RemoteError
+
+    async def main(mesh):
+        giver, taker = await mesh.giver("giver"), await mesh.node("taker")
+        digest = put_model(tmp_path / "giver").digest
+        (link,) = await links(taker, giver)
+        whole = {"version": 1, "digest": digest, "first": 0, "last": LAYERS}
+        for kind, body, code in (
+            (OFFER_KIND, {**whole, "last": 99}, "not_here"),
+            (OFFER_KIND, {**whole, "digest": "00" * 32}, "not_here"),
+            (OFFER_KIND, {**whole, "digest": "../../etc"}, "malformed"),
+            (OFFER_KIND, None, "malformed"),
+            (CHUNK_KIND, {**whole, "file": 0, "index": 999}, "malformed"),
+            (CHUNK_KIND, {**whole, "file": 70, "index": 0}, "malformed"),
+            (CHUNK_KIND, {**whole, "file": -1, "index": 0}, "malformed"),
+        ):
+            with pytest.raises(RemoteError) as caught:
+                await link.request(kind, body)
+            assert caught.value.code == code
+        guest = await mesh.stack.enter_async_context(
+            Transport.open(
+                TransportConfig(listen=("/ip4/127.0.0.1/udp/0/quic-v1",)),
+                authority.identity("guest", (Role.USE,)),
+                TrustStore(authority.network, [authority.root], tmp_path / "guest-crl"),
+            )
+        )
+        (poor,) = await links(guest, giver)
+        with pytest.raises(RemoteError) as caught:
+            await poor.request(OFFER_KIND, whole)
+        assert caught.value.code == "forbidden"
+
+    run(tmp_path, authority, main)
