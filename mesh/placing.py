@@ -53,7 +53,7 @@ BACKOFF = 30.0  # s without offering memory after a load that failed, doubled ea
 LONGEST_BACKOFF = 1800.0
 FREE_SHARE = 0.5  # of the memory that is free at start is offered
 
-Fetch = Callable[[Wanted], Awaitable[ModelManifest]]
+Fetch = Callable[[Wanted, tuple[int, int]], Awaitable[ModelManifest]]
 
 
 def offered_memory(config: NodeConfig) -> int:
@@ -64,7 +64,7 @@ def offered_memory(config: NodeConfig) -> int:
 
 
 class Placing:
-    """See the module. ``fetch`` brings the files of a model to this machine."""
+    """See the module. ``fetch`` brings layers of a model to this machine."""
 
     def __init__(
         self,
@@ -266,7 +266,7 @@ class Placing:
         first, last = layers
         _log.info("taking layers %d-%d of %s", first, last, wanted.name)
         try:
-            manifest = await self._fetch(wanted)
+            manifest = await self._fetch(wanted, layers)
             stages = await self._stages()
             kv = (last - first) * wanted.kv_bytes * want.context * want.sessions
             if layers == (0, wanted.layers):
