@@ -21,7 +21,6 @@ from ca.files import KEY_FILE
 from ca.naming import Role
 from inference.errors import GenerationError
 from inference.generation import GenerateRequest
-from inference.store.download import pull
 from inference.store.errors import StoreError
 from inference.store.manifest import ModelManifest
 from inference.store.store import ModelStore
@@ -44,7 +43,6 @@ from mesh.forward.execution import Run, WholeModel
 from mesh.forward.serving import ForwardServer
 from mesh.forward.wire import Assignment
 from mesh.gossip.advert import Device
-from mesh.gossip.advert import Wanted as WantedModel
 from mesh.gossip.service import GossipService
 from mesh.gossip.view import View
 from mesh.holdings import Holdings
@@ -57,6 +55,9 @@ from mesh.identity import (
     TrustStore,
     load_identity,
 )
+from mesh.models.serving import ModelServer
+from mesh.models.shelf import Shelf
+from mesh.models.source import ModelSource
 from mesh.placing import Placing
 from mesh.routing import Affinity, InFlight, RequestFacts, Route, choose
 from mesh.routing.placement.from_view import verdicts_in, wants_in
@@ -210,13 +211,24 @@ class Node:
             await nursery.start(self._gossip.run)
             nursery.start_soon(self._recheck)
             await self._load(nursery)
+            store = ModelStore(config.models)
+            shelf = Shelf(store)
+            source = ModelSource(
+                store,
+                shelf,
+                view=lambda: self._gossip.view,
+                reach=self._reach,
+                transferred=lambda *facts: self._admission.downloaded(*facts),
+            )
+            if Role.SERVE in self._identity.certificate.roles:
+                ModelServer(shelf).serve(self._transport)
             self._placing = Placing(
                 self._gossip,
                 self._holdings,
                 self._identity,
                 config,
                 stages=partial(self._stage_server, nursery),
-                fetch=self._fetch,
+                fetch=source.get,
             )
             self._admission = AdmissionService(
                 self._transport,
@@ -284,17 +296,6 @@ class Node:
             )
             await nursery.start(self._stage_serving.run)
         return self._stage_serving
-
-    async def _fetch(self, wanted: WantedModel) -> ModelManifest:
-        """The files of a model that placement puts here. Raises StoreError."""
-        manifest = await trio.to_thread.run_sync(
-            pull, ModelStore(self._config.models), wanted.name, abandon_on_cancel=True
-        )
-        if manifest.digest != wanted.digest:
-            raise StoreError(
-                f"{wanted.name} on this machine has other weights than the mesh is to serve"
-            )
-        return manifest
 
     async def _recheck(self) -> None:
         """Certificates end while connections live."""
