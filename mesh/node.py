@@ -40,6 +40,7 @@ from mesh.config import NodeConfig, StageRange
 from mesh.forward.answer import Surroundings, answer
 from mesh.forward.events import AnswerEvent
 from mesh.forward.execution import Run, WholeModel
+from mesh.forward.following import Follower, Wanted, find
 from mesh.forward.serving import ForwardServer
 from mesh.forward.wire import Assignment
 from mesh.gossip.advert import Device
@@ -363,7 +364,7 @@ class Node:
     # -- the HTTP port ----------------------------------------------------------------------------
 
     async def answer(
-        self, request: GenerateRequest, request_id: str
+        self, request: GenerateRequest, request_id: str, *, keep: bytes | None = None
     ) -> AsyncGenerator[AnswerEvent, None]:
         around = Surroundings(
             identity=self._identity,
@@ -374,9 +375,19 @@ class Node:
             track=self._track,
             clock=time.time,
         )
-        async with aclosing(answer(request, request_id, around)) as events:
+        async with aclosing(answer(request, request_id, around, keep=keep)) as events:
             async for event in events:
                 yield event
+
+    async def kept(self, response: str, key: bytes, after: int) -> Follower:
+        return await find(
+            Wanted(response, key, after),
+            identity=self._identity,
+            trust=self._trust,
+            here=self._forward.kept,
+            links=list(self._transport.links.values()),
+            clock=time.time,
+        )
 
     def models(self) -> Sequence[ModelInfo]:
         return describe.api_models(self._gossip.view, created=int(self._started_at))

@@ -34,17 +34,37 @@ class Health:
     waiting_for: Sequence[str] = field(default=())
 
 
+class Kept(Protocol):
+    """The rest of a response whose entry node was lost; ``request`` is what began it."""
+
+    @property
+    def request(self) -> GenerateRequest: ...
+
+    def events(self) -> AsyncGenerator[AnswerEvent, None]:
+        """As of :meth:`Node.answer`."""
+        ...
+
+
 class Node(Protocol):
     """The node behind the HTTP layer."""
 
     def answer(
-        self, request: GenerateRequest, request_id: str
+        self, request: GenerateRequest, request_id: str, *, keep: bytes | None = None
     ) -> AsyncGenerator[AnswerEvent, None]:
         """``Started``, one or more ``TokenEvent`` of which the last has ``finish``, ``Completed``.
 
         Raises :class:`inference.errors.GenerationError` at any point. Closing the generator or
         cancelling its consumer stops the work, wherever it runs. ``request_id`` is unique per
-        generation (several choices of one HTTP request have different ones).
+        generation (several choices of one HTTP request have different ones). With ``keep``, a key
+        of :func:`mesh.forward.kept.key_of`, the rest can be had at another node when this one is
+        lost.
+        """
+        ...
+
+    async def kept(self, response: str, key: bytes, after: int) -> Kept:
+        """What comes after ``after`` tokens of a response that began with ``keep=key``.
+
+        Raises :class:`mesh.forward.following.NotKept` and GenerationError.
         """
         ...
 

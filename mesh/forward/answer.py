@@ -66,14 +66,18 @@ async def answer(
     request_id: str,
     around: Surroundings,
     *,
+    keep: bytes | None = None,
     patience: Patience = PATIENCE,
 ) -> AsyncGenerator[AnswerEvent, None]:
     """Answer a request, wherever that is best, and go on elsewhere when a node is lost.
 
+    ``keep`` is the key (:func:`mesh.forward.kept.key_of`) with which another node can ask for the
+    response when this one is lost.
+
     Yields ``Started`` for each node that takes the request (right before its first token),
     ``TokenEvent``, the last one with ``finish``, and ``Completed``. Raises GenerationError.
     """
-    response = _Response(request, request_id, around)
+    response = _Response(request, request_id, around, keep)
     resuming = ResumingGenerator(response.begin, patience=patience)
     began = trio.current_time()
     first_token: float | None = None
@@ -118,8 +122,15 @@ def chain_of(route: Route) -> tuple[ChainHop, ...]:
 class _Response:
     """One response: what stays the same over all attempts at it."""
 
-    def __init__(self, request: GenerateRequest, request_id: str, around: Surroundings) -> None:
+    def __init__(
+        self,
+        request: GenerateRequest,
+        request_id: str,
+        around: Surroundings,
+        keep: bytes | None,
+    ) -> None:
         self._request = request
+        self._keep = keep
         self._id = request_id
         self._around = around
         self._nonce = secrets.token_bytes(NONCE_BYTES)
@@ -148,6 +159,7 @@ class _Response:
                 text=continuation.text,
                 earlier=continuation.segments,
                 chain=chain_of(route),
+                keep=self._keep,
             )
         except ValidationError as error:
             raise GenerationError(

@@ -43,7 +43,7 @@ class RemoteGenerator:
             call = await self._link.open(KIND, body, payload, lane=Lane.CONTROL)
             try:
                 while True:
-                    message = await self._next(call)
+                    message = await next_message(self._link, call)
                     frame = read_frame(message.body)
                     if frame is None:
                         continue
@@ -70,19 +70,18 @@ class RemoteGenerator:
         except RemoteError as error:
             raise read_refusal(error.code, error.message, error.data) from error
 
-    async def _next(self, call: AsyncIterator[Message]) -> Message:
-        """The next frame. Raises GenerationError ``node_lost`` after too long a silence.
 
-        A link on which anything else arrives is alive: a long prompt may still be on its way.
-        """
-        silent = 0
-        while silent < SILENCE_SLICES:
-            with trio.move_on_after(SLICE_SECONDS):
-                try:
-                    return await anext(call)
-                except StopAsyncIteration:
-                    raise WireError("the answer ended without an end") from None
-            silent = silent + 1 if self._link.silent_for >= SLICE_SECONDS else 0
-        raise GenerationError(
-            "node_lost", f"{self._link.peer} has been silent for {SILENCE_SECONDS} s"
-        )
+async def next_message(link: Link, call: AsyncIterator[Message]) -> Message:
+    """The next frame. Raises GenerationError ``node_lost`` after too long a silence.
+
+    A link on which anything else arrives is alive: a long prompt may still be on its way.
+    """
+    silent = 0
+    while silent < SILENCE_SLICES:
+        with trio.move_on_after(SLICE_SECONDS):
+            try:
+                return await anext(call)
+            except StopAsyncIteration:
+                raise WireError("the answer ended without an end") from None
+        silent = silent + 1 if link.silent_for >= SLICE_SECONDS else 0
+    raise GenerationError("node_lost", f"{link.peer} has been silent for {SILENCE_SECONDS} s")

@@ -2,7 +2,8 @@
 
 Token events go out one frame each, the moment they exist; between them goes a beat when there is
 nothing else to say. Each generation runs in a task of its own, so that waiting for a token can be
-given up (to send a beat) without disturbing the engine.
+given up (to send a beat) without disturbing the engine, and so that it can outlive the link to its
+entry node (see :mod:`mesh.forward.kept`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ca.naming import Role
 from inference.errors import GenerationError
 from inference.generation import GenerateRequest, TokenEvent
 from mesh.forward.execution import Execution, Run
+from mesh.forward.kept import KeptResponses, Recording
 from mesh.forward.liveness import BEAT_SECONDS
 from mesh.forward.wire import (
     BEAT,
@@ -63,6 +65,7 @@ class ForwardServer:
         self._identity = identity
         self._find = find
         self._clock = clock
+        self.kept = KeptResponses(identity.peer_id)
         self._nursery: trio.Nursery | None = None
         self._sessions: set[_Session] = set()
         self._idle = trio.Event()
@@ -80,6 +83,7 @@ class ForwardServer:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             transport.serve_stream(KIND, self.handle)
+            self.kept.serve(transport)
             try:
                 yield
             finally:
@@ -108,21 +112,23 @@ class ForwardServer:
         self._sessions.add(session)
         if self._idle.is_set():
             self._idle = trio.Event()
+        record: Recording | None = None
+        going_on = False
         try:
             yield Message(BEAT)  # before anything that takes time
-            execution, wanted = await self._admit(request)
+            execution, wanted, assignment = await self._admit(request)
+            record = self.kept.begin(request.peer, assignment, wanted, session.scope.cancel)
             # No buffer: an engine that is faster than the link waits for it.
             send, receive = trio.open_memory_channel[_Item](0)
             nursery.start_soon(_pump, execution, wanted, send, session.scope)
             position = execution.position
-            async with receive:
+            try:
                 while True:
                     item: _Item | None = None
                     with trio.move_on_after(BEAT_SECONDS):
-                        try:
-                            item = await receive.receive()
-                        except trio.EndOfChannel:
-                            item = GenerationError("node_lost", "the node is leaving")
+                        item = await _receive(receive)
+                        if record is not None:
+                            record.add(item, execution.receipt)
                     if item is None:
                         yield Message(BEAT)
                     elif isinstance(item, GenerationError):
@@ -134,13 +140,46 @@ class ForwardServer:
                         position += item.token_id is not None
                         if item.finish is not None:
                             return
+            finally:
+                # A call that is given up on a living link is not wanted any more.
+                lost = not request.link.is_up
+                if record is not None and lost and not record.over and self._nursery is not None:
+                    going_on = True
+                    nursery.start_soon(self._go_on, session, record, receive, execution)
+                else:
+                    receive.close()
         finally:
-            session.scope.cancel()
-            self._sessions.discard(session)
-            if not self._sessions:
-                self._idle.set()
+            ended = record is not None and record.over and record.error is None
+            if record is not None and self._nursery is not None and (going_on or ended):
+                nursery.start_soon(self.kept.keep, request.peer, record)
+            elif record is not None:
+                self.kept.forget(request.peer, record)
+            if not going_on:
+                self._end(session)
 
-    async def _admit(self, request: Request) -> tuple[Execution, GenerateRequest]:
+    async def _go_on(
+        self,
+        session: _Session,
+        record: Recording,
+        receive: trio.MemoryReceiveChannel[_Item],
+        execution: Execution,
+    ) -> None:
+        """Record what is still made after the entry node was lost."""
+        _log.info("response %s goes on without its entry node", record.assignment.response)
+        try:
+            with receive:
+                while not record.over:
+                    record.add(await _receive(receive), execution.receipt)
+        finally:
+            self._end(session)
+
+    def _end(self, session: _Session) -> None:
+        session.scope.cancel()
+        self._sessions.discard(session)
+        if not self._sessions:
+            self._idle.set()
+
+    async def _admit(self, request: Request) -> tuple[Execution, GenerateRequest, Assignment]:
         if Role.USE not in request.certificate.roles:
             raise RemoteError("forbidden", "the certificate does not allow to send work")
         if Role.SERVE not in self._identity.certificate.roles:
@@ -164,7 +203,14 @@ class ForwardServer:
         execution = Execution(
             run, assignment, entry=request.peer, identity=self._identity, clock=self._clock
         )
-        return execution, wanted
+        return execution, wanted, assignment
+
+
+async def _receive(source: trio.MemoryReceiveChannel[_Item]) -> _Item:
+    try:
+        return await source.receive()
+    except trio.EndOfChannel:
+        return GenerationError("node_lost", "the node is leaving")
 
 
 async def _pump(

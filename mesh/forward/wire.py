@@ -9,6 +9,10 @@ one per token event and sent the moment it exists:
                                                 the last event; payload: the receipt
     [3, error]                                  cut short; payload: the receipt so far, or empty
 
+A call for a response that has lost its entry node is a :class:`KeptCall`; the first message back
+says what is known of it (:class:`Known`, with the request as its payload), then the same frames
+follow.
+
 Everything read here comes from a peer and is checked before it is used; what does not fit raises
 :class:`WireError`.
 """
@@ -34,6 +38,8 @@ from mesh.receipts.encoding import EncodingError, decode, encode
 from mesh.receipts.record import MAX_SEGMENTS, NONCE_BYTES, plain_request
 
 KIND = "generate"
+KEPT_KIND = "kept"
+KEY_BYTES = 32
 MAX_REQUEST_BYTES = 16 << 20
 # What a call can carry to resume from; a response that is longer is not carried on.
 MAX_RESUMED_TOKENS = 1 << 19
@@ -80,6 +86,8 @@ class Assignment(_Frozen):
     earlier: Annotated[tuple[Segment, ...], _Listed] = Field((), max_length=MAX_SEGMENTS - 1)
     # The chain to run it on, beginning with the node that is asked; empty: on a whole model.
     chain: Annotated[tuple[ChainHop, ...], _Listed] = Field((), max_length=MAX_HOPS)
+    # Made of the secret of the client, who may come back for the response at another node.
+    keep: bytes | None = Field(None, min_length=KEY_BYTES, max_length=KEY_BYTES)
 
     def check(self) -> None:
         """Raise :class:`WireError` unless ``earlier`` covers ``resume``."""
@@ -90,6 +98,21 @@ class Assignment(_Frozen):
             due = segment.tokens[1]
         if due != len(self.resume):
             raise WireError("earlier segments do not cover the tokens to resume from")
+
+
+class KeptCall(_Frozen):
+    """Asks for what comes after the first ``after`` tokens of a response."""
+
+    response: str = Field(min_length=1, max_length=128)
+    proof: bytes = Field(min_length=KEY_BYTES, max_length=KEY_BYTES)
+    after: int = Field(ge=0, le=MAX_TOKENS)
+
+
+class Known(_Frozen):
+    """The tokens before those that are asked for, and their text."""
+
+    token_ids: Annotated[tuple[TokenId, ...], _Listed] = Field(max_length=MAX_RESUMED_TOKENS)
+    text: str = Field(max_length=MAX_RESUMED_TEXT)
 
 
 class _ErrorModel(_Frozen):
@@ -111,10 +134,7 @@ _frame_head: TypeAdapter[tuple[int, TokenId | None, str]] = TypeAdapter(
 
 def write_call(request: GenerateRequest, assignment: Assignment) -> tuple[dict[str, Any], bytes]:
     """``(body, payload)`` of a call. Raises GenerationError for a message without an encoding."""
-    try:
-        payload = encode(plain_request(request))
-    except EncodingError as error:
-        raise GenerationError("invalid_value", f"messages: {error}", param="messages") from error
+    payload = _write_request(request)
     if len(payload) > MAX_REQUEST_BYTES:
         raise GenerationError(
             "invalid_value",
@@ -124,18 +144,45 @@ def write_call(request: GenerateRequest, assignment: Assignment) -> tuple[dict[s
     return assignment.model_dump(mode="python"), payload
 
 
+def _write_request(request: GenerateRequest) -> bytes:
+    try:
+        return encode(plain_request(request))
+    except EncodingError as error:
+        raise GenerationError("invalid_value", f"messages: {error}", param="messages") from error
+
+
 def read_call(body: object, payload: Buffer) -> tuple[GenerateRequest, Assignment]:
     """The other end of :func:`write_call`; the request comes with its ``resume``."""
     try:
         assignment = Assignment.model_validate(body)
         assignment.check()
-        plain = decode(bytes(payload), MAX_REQUEST_BYTES)
-        if not isinstance(plain, dict) or "resume" in plain:
-            raise WireError("the payload of a call is a request without resume")
-        request = GenerateRequest.model_validate({**plain, "resume": assignment.resume})
+        request = _read_request(payload, assignment.resume)
     except (ValidationError, EncodingError) as error:
         raise WireError(f"a call that cannot be read: {error}") from error
     return request, assignment
+
+
+def _read_request(payload: Buffer, resume: tuple[int, ...] = ()) -> GenerateRequest:
+    plain = decode(bytes(payload), MAX_REQUEST_BYTES)
+    if not isinstance(plain, dict) or "resume" in plain:
+        raise WireError("the payload of a call is a request without resume")
+    return GenerateRequest.model_validate({**plain, "resume": resume})
+
+
+def write_kept(
+    request: GenerateRequest, token_ids: tuple[int, ...], text: str
+) -> tuple[dict[str, Any], bytes]:
+    """The first message of the answer to a :class:`KeptCall`."""
+    known = Known(token_ids=token_ids, text=text)
+    return known.model_dump(mode="python"), _write_request(request)
+
+
+def read_kept(body: object, payload: Buffer) -> tuple[GenerateRequest, Known]:
+    """The other end of :func:`write_kept`."""
+    try:
+        return _read_request(payload), Known.model_validate(body)
+    except (ValidationError, EncodingError) as error:
+        raise WireError(f"a kept response that cannot be read: {error}") from error
 
 
 def write_event(position: int, event: TokenEvent) -> list[object]:

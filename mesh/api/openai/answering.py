@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import base64
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,13 +27,13 @@ from inference.generation import Finish, GenerateRequest, TokenEvent
 from mesh.api.errors import ApiError, from_generation, internal_error, json_response
 from mesh.api.openai.shapes import Json, Shape
 from mesh.api.openai.translate import Ask
-from mesh.api.ports import Node
 from mesh.forward.events import AnswerEvent, Completed, Started
 
 logger = logging.getLogger(__name__)
 
 # Proxies and clients give up on a silent connection after 30 to 60 s.
 KEEPALIVE_SECONDS = 15.0
+RESUME_HEADER = b"x-mesh-resume"  # has the secret with which the rest of a stream can be fetched
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,27 @@ class _Choice:
 
 
 class Answering:
-    """The ASGI response to one completion request. Use once."""
+    """The ASGI response to one completion request. Use once.
+
+    ``answer`` is that of :class:`mesh.api.ports.Node`. ``secret``: what the client needs to fetch
+    the rest of a stream elsewhere; then each chunk says how many tokens there are so far, of which
+    ``already`` are with the client, from an earlier stream.
+    """
 
     def __init__(
-        self, node: Node, ask: Ask, shape: Shape, request_id: str, closing: trio.Event
+        self,
+        answer: Callable[[GenerateRequest, str], AsyncGenerator[AnswerEvent, None]],
+        ask: Ask,
+        shape: Shape,
+        request_id: str,
+        closing: trio.Event,
+        *,
+        secret: str | None = None,
+        already: int = 0,
     ) -> None:
-        self._node = node
+        self._answer = answer
+        self._secret = secret
+        self._already = already
         self._ask = ask
         self._shape = shape
         self._request_id = request_id
@@ -116,7 +131,7 @@ class Answering:
         request_id = self._request_id if index == 0 else f"{self._request_id}-{index}"
         last: ApiError | None = None
         try:
-            async with aclosing(self._node.answer(request, request_id)) as events:
+            async with aclosing(self._answer(request, request_id)) as events:
                 async for event in events:
                     await sink.send(_Item(index, event))
         except GenerationError as error:
@@ -162,20 +177,26 @@ class Answering:
         self, source: trio.MemoryReceiveChannel[_Item], output: _Output
     ) -> None:
         running = len(self._choices)
+        made = self._already
         while running:
             item = await self._next(source, output)
             choice = self._choices[item.index]
             token = choice.take(item.event)
             if token is not None:
+                made += token.token_id is not None
                 if not output.streaming:
-                    await output.start_stream(self._nodes_header())
+                    await output.start_stream(self._nodes_header(), self._secret)
                     # All of them, in order: clients that put chunks together learn from these
                     # how many choices there are.
                     openings = [self._shape.opening(index) for index in range(len(self._choices))]
-                    await output.events([self._shape.chunk(one) for one in openings if one])
+                    if not self._already:
+                        await output.events([self._shape.chunk(one) for one in openings if one])
                 delta = self._shape.delta(item.index, token)
                 if delta is not None:
-                    await output.events([self._shape.chunk(delta)])
+                    chunk = self._shape.chunk(delta)
+                    if self._secret is not None:
+                        chunk["mesh_tokens"] = made
+                    await output.events([chunk])
             elif item.event is None and choice.finish is not None:
                 # Only now, after its record, is a choice known to have ended well.
                 running -= 1
@@ -248,13 +269,15 @@ class _Output:
         self.send = send
         self.streaming = False
 
-    async def start_stream(self, node: str) -> None:
+    async def start_stream(self, node: str, secret: str | None) -> None:
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),  # nginx would otherwise collect events
             (b"x-mesh-node", node.encode("latin-1")),
         ]
+        if secret is not None:
+            headers.append((RESUME_HEADER, secret.encode("latin-1")))
         self.streaming = True
         await self.send({"type": "http.response.start", "status": 200, "headers": headers})
 

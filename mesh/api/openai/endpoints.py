@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import trio
@@ -15,13 +16,15 @@ from starlette.routing import Route
 from mesh.api.body import BodyReader
 from mesh.api.errors import ApiError, json_response
 from mesh.api.openai.answering import Answering
+from mesh.api.openai.kept import kept_routes
 from mesh.api.openai.shapes import make_shape
 from mesh.api.openai.translate import Ask, chat_ask, completion_ask
 from mesh.api.ports import ModelInfo, Node
+from mesh.forward.kept import key_of
 
 
 def openai_routes(node: Node, closing: trio.Event) -> list[Route]:
-    """``/v1/models``, ``/v1/chat/completions``, ``/v1/completions``."""
+    """``/v1/models``, ``/v1/chat/completions``, ``/v1/completions``, and the rest of streams."""
     bodies = BodyReader()
 
     async def models(request: Request) -> Response:
@@ -44,7 +47,11 @@ def openai_routes(node: Node, closing: trio.Event) -> list[Route]:
             ask = ask_of(await bodies.read_json(request), _draw_seed)
             request_id = request.state.request_id
             shape = make_shape(ask, request_id, int(time.time()))
-            return Answering(node, ask, shape, request_id, closing)
+            if not ask.stream or len(ask.requests) > 1:
+                return Answering(node.answer, ask, shape, request_id, closing)
+            secret = secrets.token_urlsafe(32)
+            answer = partial(node.answer, keep=key_of(secret))
+            return Answering(answer, ask, shape, request_id, closing, secret=secret)
 
         return endpoint
 
@@ -54,6 +61,7 @@ def openai_routes(node: Node, closing: trio.Event) -> list[Route]:
         Route("/v1/models/{name:path}", model),
         Route("/v1/chat/completions", completion(chat_ask), methods=["POST"]),
         Route("/v1/completions", completion(completion_ask), methods=["POST"]),
+        *kept_routes(node, closing),
     ]
 
 

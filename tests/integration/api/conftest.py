@@ -21,6 +21,7 @@ from mesh.api import (
     open_listeners,
     serve,
 )
+from mesh.forward.following import NotKept
 
 PEER = "12D3KooWGRUvhyqA8rLhBzHbDXYw3sUVDBYTHVVS6kHbcxPvGKTv"
 Script = Callable[[GenerateRequest, str], AsyncGenerator[AnswerEvent, None]]
@@ -35,16 +36,20 @@ class ScriptedNode:
         self.script = script or self.say("Hello", " world", "!")
         self.requests: list[GenerateRequest] = []
         self.ids: list[str] = []
+        self.keys: list[bytes | None] = []
+        self.asked_for: list[tuple[str, bytes, int]] = []
+        self.rest: Any = None  # what `kept` finds
         self.running = 0
         self.pulled = 0  # events that the HTTP layer has taken
         self._changed: trio.Event | None = None
         self.ready = True
 
     async def answer(
-        self, request: GenerateRequest, request_id: str
+        self, request: GenerateRequest, request_id: str, *, keep: bytes | None = None
     ) -> AsyncGenerator[AnswerEvent, None]:
         self.requests.append(request)
         self.ids.append(request_id)
+        self.keys.append(keep)
         self.running += 1
         self._wake()
         try:
@@ -55,6 +60,12 @@ class ScriptedNode:
         finally:
             self.running -= 1
             self._wake()
+
+    async def kept(self, response: str, key: bytes, after: int) -> Any:
+        self.asked_for.append((response, key, after))
+        if self.rest is None:
+            raise NotKept("gone" if after > 100 else "not_found")
+        return self.rest
 
     def _wake(self) -> None:
         if self._changed is not None:

@@ -24,7 +24,7 @@ class EngineNode:
         self.engine = engine
 
     async def answer(
-        self, request: GenerateRequest, request_id: str
+        self, request: GenerateRequest, request_id: str, *, keep: bytes | None = None
     ) -> AsyncGenerator[AnswerEvent, None]:
         yield Started("here")
         ids: list[int] = []

@@ -24,7 +24,7 @@ class OneToken:
     """A node that answers everything with one token."""
 
     async def answer(
-        self, request: GenerateRequest, request_id: str
+        self, request: GenerateRequest, request_id: str, *, keep: bytes | None = None
     ) -> AsyncGenerator[AnswerEvent, None]:
         yield Started("peer")
         finish = Finish(reason="stop", prompt_tokens=1, completion_tokens=1)
