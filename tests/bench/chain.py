@@ -218,6 +218,8 @@ async def measure(contender: StageTextEngine | Chain, sessions: int, tokens: int
     stamps: list[float] = []
     runs: list[ChainRun] = []
 
+    spent: list[float] = []  # compute seconds when the first token was there
+
     async def one(number: int) -> None:
         seed = turn * 64 + number
         request = GenerateRequest(
@@ -239,6 +241,8 @@ async def measure(contender: StageTextEngine | Chain, sessions: int, tokens: int
             if not seen:
                 firsts.append(stamps[-1] - began)
                 starts.append(stamps[-1])
+                if isinstance(source, ChainRun):
+                    spent.append(sum(seconds for _, seconds in source.seconds))
             seen += 1
 
     starts: list[float] = []
@@ -249,10 +253,8 @@ async def measure(contender: StageTextEngine | Chain, sessions: int, tokens: int
     decode = sum(stamp > begin for stamp in stamps) / (max(stamps) - begin)
     hop = 0.0
     if runs and sessions == 1:
-        # The prefill's compute is in the sum: its share is taken off with the time it took.
-        compute = sum(seconds for _, seconds in runs[0].seconds)
-        hops = len(runs[0].seconds)
-        hop = (max(stamps) - starts[0] + firsts[0] - compute) / tokens / hops
+        compute = sum(seconds for _, seconds in runs[0].seconds) - spent[0]
+        hop = (max(stamps) - begin - compute) / (tokens - 1) / len(runs[0].seconds)
     return Run(decode, statistics.mean(firsts), hop)
 
 
