@@ -52,9 +52,17 @@ def _fetch_models(config: NodeConfig) -> dict[str, ModelManifest]:
 
     store = ModelStore(config.models)
     try:
-        return {name: pull_with_progress(store, name) for name in names}
+        models = {name: pull_with_progress(store, name) for name in names}
     except StoreError as error:
         raise StartError("model", str(error)) from error
+    for stage in config.stage:
+        if stage.last > models[stage.model].layers:
+            raise StartError(
+                "model",
+                f"{stage.model} has {models[stage.model].layers} layers, "
+                f"so there is no stage {stage.first}-{stage.last}",
+            )
+    return models
 
 
 async def _run(node: Node) -> None:

@@ -61,8 +61,17 @@ def test_an_api_for_everybody_needs_a_key(network: Any) -> None:
     assert "API key" in fails(network, "open", 4, "--api", "0.0.0.0:0")
 
 
-def test_a_missing_device_and_model(network: Any) -> None:
+def test_a_missing_model(network: Any) -> None:
     assert "known are" in fails(network, "poor", 5, "--model", "no-such-name")
+
+
+@pytest.mark.slow
+def test_a_missing_device_or_layer(network: Any, demo_model: Any) -> None:
+    models = ("--models", str(demo_model.path.parent))
+    name = demo_model.name
+    line = fails(network, "poor", 5, *models, "--model", name, "--device", "GPU")
+    assert "no GPU" in line and "CPU" in line
+    assert "30 layers" in fails(network, "poor", 5, *models, "--stage", f"{name}:20-40")
 
 
 @pytest.mark.slow
