@@ -10,7 +10,6 @@ import trio
 from mesh.identity import PeerId
 from mesh.relay.refusal import Refusal
 from mesh.transport import (
-    DeadlineExceeded,
     Lane,
     Link,
     RemoteError,
@@ -85,14 +84,14 @@ class TransportLinks:
         self, peer: PeerId, kind: str, body: Any, payload: Buffer = b"", *, timeout: float
     ) -> Any:
         try:
-            link = await self._link(peer)
-            return (await link.request(kind, body, payload, timeout=timeout)).body
+            with trio.move_on_after(timeout):  # dialling is part of it
+                link = await self._link(peer)
+                return (await link.request(kind, body, payload, timeout=timeout)).body
         except RemoteError as error:
             raise Refusal.told(error.code, f"{peer}: {error.message}") from error
-        except DeadlineExceeded as error:
-            raise PeerLost(peer, f"no answer to {kind} in {timeout:g} s") from error
         except TransportError as error:
             raise PeerLost(peer, str(error)) from error
+        raise PeerLost(peer, f"no answer to {kind} in {timeout:g} s")
 
     async def send(
         self, peer: PeerId, kind: str, body: Any, payload: Buffer = b"", *, bulky: bool = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 import trio
 
 from ca.certificate import Role
@@ -44,7 +46,7 @@ async def serve_relay(
                 relay.link_down(event.peer)
 
 
-def _handler(relay: Relay, kind: str):  # type: ignore[no-untyped-def]
+def _handler(relay: Relay, kind: str) -> Callable[[Request], Awaitable[Message]]:
     async def handle(request: Request) -> Message:
         if Role.SERVE not in request.certificate.roles:
             raise RemoteError("forbidden", "the certificate does not allow to run stages")
