@@ -26,7 +26,6 @@ from mesh.relay.mending import Mender, Spare
 from mesh.relay.messages import (
     GROW,
     OPEN,
-    Close,
     Grow,
     Lost,
     Opened,
@@ -35,8 +34,9 @@ from mesh.relay.messages import (
     Tokens,
 )
 from mesh.relay.refusal import Refusal
-from mesh.relay.repair import OPEN_SECONDS, Mended, close_at
+from mesh.relay.repair import OPEN_SECONDS, Mended
 from mesh.relay.ring import Hop, Ring, Route
+from mesh.relay.room import Room
 from mesh.relay.schedule import Schedule
 from mesh.relay.service import Relay
 from mesh.relay.session_state import Drawn, HeadSession
@@ -98,9 +98,7 @@ class ChainHead:
         )
         self._door = trio.Lock()
         self._opening = 0
-        self._ending = 0  # sessions that are being freed
-        self._ended = trio.Event()  # set, and replaced, when a session has ended or come in
-        self._room = trio.Event()  # the same when stages have freed KV of this chain
+        self._room = Room(relay, self.ring)
         self._failure: Callable[[], GenerationError] | None = None
         relay.heads[self.ring.id] = self
 
@@ -189,13 +187,13 @@ class ChainHead:
                     return
             finally:
                 self._opening -= 1
-                self._tell_ended()
+                self._room.tell_ended()
         async with self._door:
             while True:
-                ended = self._ended
+                ended = self._room.ended
                 if await self._try_to_enter(session, tell=False):
                     return
-                if not (self._sessions or self._opening or self._ending):
+                if not (self._sessions or self._opening or self._room.ending):
                     message = "other chains have taken the KV memory that this session needs"
                     raise GenerationError("overloaded", message, retry_after=1.0)
                 await ended.wait()
@@ -226,7 +224,7 @@ class ChainHead:
                     raise _as_error(refusal) from refusal
             finally:
                 if not opened:
-                    self._give_back(session.number, tell=tell)
+                    self._room.give_back(session.number, tell=tell)
             if opened:
                 self._place(session)
                 break
@@ -266,28 +264,10 @@ class ChainHead:
         """Take a session out of the ring and free its KV on all stages."""
         if self._sessions.pop(session.number, None) is not None:
             self._schedule.remove(session.number)
-            self._give_back(session.number, tell=tell)
+            self._room.give_back(session.number, tell=tell)
             self._pump()
         elif tell:
-            self._tell_ended()
-
-    def _give_back(self, number: int, *, tell: bool) -> None:
-        """Free a session on all stages; with ``tell``, who waits for room may try again then."""
-        self._ending += tell
-        self._relay.spawn(self._close_everywhere, number, tell)
-
-    async def _close_everywhere(self, number: int, tell: bool) -> None:
-        message = Close(chain=self.ring.id, epoch=self.ring.epoch, sessions=(number,))
-        await at_once(partial(close_at, self._relay, hop.peer, message) for hop in self.route)
-        room, self._room = self._room, trio.Event()
-        room.set()
-        if tell:
-            self._ending -= 1
-            self._tell_ended()
-
-    def _tell_ended(self) -> None:
-        ended, self._ended = self._ended, trio.Event()
-        ended.set()
+            self._room.tell_ended()
 
     # -- the ring -----------------------------------------------------------------------------
 
@@ -374,7 +354,7 @@ class ChainHead:
         while self._sessions.get(number) is session:
             capacity = min(session.length, session.capacity + GROWTH)
             message = Grow(chain=self.ring.id, session=number, capacity=capacity)
-            room = self._room
+            freed = self._room.freed
             try:
                 await at_once(
                     partial(self._relay.ask, hop.peer, GROW, message, timeout=ASK_SECONDS)
@@ -386,7 +366,7 @@ class ChainHead:
                 if refusal.code == "no_free_blocks":
                     session.starved = True
                     self._unblock()
-                    await room.wait()
+                    await freed.wait()
                 elif self._mender.steady:
                     self._fail(session, GenerationError("engine_failed", str(refusal)))
             else:
@@ -410,7 +390,7 @@ class ChainHead:
             # It comes back when another one has ended: room that it frees is for those that wait.
             youngest = max(running, key=lambda other: other.asked)
             self._leave(youngest, tell=False)
-            self._relay.spawn(self._enter_again, youngest, self._ended)
+            self._relay.spawn(self._enter_again, youngest, self._room.ended)
 
     async def _enter_again(self, session: HeadSession, when: trio.Event | None) -> None:
         """Compute a session from its token ids again, in the place that it has."""
@@ -441,7 +421,7 @@ class ChainHead:
         self._schedule.restart(mended.sent)
         for session in sessions:
             if session.ended:
-                self._give_back(session.number, tell=False)
+                self._room.give_back(session.number, tell=False)
             elif session.routes[-1][1] != self.route:
                 self._note_route(session)
         for session in mended.anew:
