@@ -161,6 +161,10 @@ class StagedRun:
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
         return self._run.generate(request)
 
+    def seconds(self) -> tuple[tuple[str, int, int, float], ...]:
+        """Each stage (peer, first, last) with the seconds it has computed in steps of this one."""
+        return tuple((h.peer, h.first, h.last, spent) for h, spent in self._run.seconds)
+
     def parts(self, tokens: tuple[int, int]) -> tuple[Part, ...]:
         # The serial that was noted while the peer was there: it may have gone since.
         shares = [

@@ -7,7 +7,7 @@ import random
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,7 +24,7 @@ from inference.generation import GenerateRequest
 from inference.store.errors import StoreError
 from inference.store.manifest import ModelManifest
 from inference.store.store import ModelStore
-from mesh import describe, describe_plan
+from mesh import describe, describe_plan, explain
 from mesh.admission.policy import Thresholds
 from mesh.admission.service import AdmissionService
 from mesh.api import (
@@ -38,7 +38,7 @@ from mesh.api import (
 from mesh.api.control import create_control_app
 from mesh.config import NodeConfig, StageRange
 from mesh.forward.answer import Surroundings, answer
-from mesh.forward.events import AnswerEvent
+from mesh.forward.events import AnswerEvent, Completed
 from mesh.forward.execution import Run, WholeModel
 from mesh.forward.following import Follower, Wanted, find
 from mesh.forward.serving import ForwardServer
@@ -60,12 +60,14 @@ from mesh.models.serving import ModelServer
 from mesh.models.shelf import Shelf
 from mesh.models.source import ModelSource
 from mesh.placing import Placing
-from mesh.routing import Affinity, InFlight, RequestFacts, Route, choose
+from mesh.routing import Affinity, Chain, InFlight, RequestFacts, Route, choose
 from mesh.routing.placement.from_view import verdicts_in, wants_in
 from mesh.transport import (
     DialError,
     Link,
     ListenError,
+    Message,
+    Request,
     Transport,
     TransportConfig,
     TransportError,
@@ -143,6 +145,7 @@ class Node:
         self._rng = random.Random()
         self._in_flight = InFlight()
         self._affinity = Affinity()
+        self._explanations = explain.Explanations()
         self._holdings = Holdings(on_change=self._announce, on_load=self._report)
         self._started_at = time.time()
         self._stop = trio.Event()
@@ -221,6 +224,7 @@ class Node:
                 reach=self._reach,
                 transferred=lambda *facts: self._admission.downloaded(*facts),
             )
+            self._transport.serve(explain.EXPLAIN_KIND, self._tell_seconds)
             if Role.SERVE in self._identity.certificate.roles:
                 ModelServer(shelf).serve(self._transport)
             self._placing = Placing(
@@ -319,9 +323,11 @@ class Node:
         if assignment.chain:
             if self._stage_serving is None:
                 raise GenerationError("node_lost", "no stage is loaded here")
-            return self._stage_serving.chains.run(
+            run = self._stage_serving.chains.run(
                 request.model, assignment.model_digest, assignment.chain
             )
+            self._explanations.heads(assignment.response, run.seconds)
+            return run
         replica = self._holdings.replica(request.model, assignment.model_digest)
         if replica is None:
             raise GenerationError(
@@ -329,7 +335,7 @@ class Node:
             )
         return WholeModel(replica.engine, replica.identity, self._identity)
 
-    def _choose_route(self, facts: RequestFacts) -> Route:
+    def _choose_route(self, response: str, facts: RequestFacts) -> Route:
         view, now = self._gossip.view, trio.current_time()
         facts = replace(
             facts,
@@ -345,6 +351,7 @@ class Node:
                 raise
             route = pick(replace(facts, unfit=frozenset()))  # slowly rather than not at all
         self._affinity.remember(facts.marks, route, now)
+        self._explanations.chosen(response, view, facts, route)
         return route
 
     def _track(self, route: Route) -> Callable[[], None]:
@@ -369,7 +376,7 @@ class Node:
         around = Surroundings(
             identity=self._identity,
             trust=self._trust,
-            choose_route=self._choose_route,
+            choose_route=partial(self._choose_route, request_id),
             run_here=self._run,
             reach=self._reach,
             track=self._track,
@@ -377,7 +384,33 @@ class Node:
         )
         async with aclosing(answer(request, request_id, around, keep=keep)) as events:
             async for event in events:
+                if isinstance(event, Completed):
+                    self._explanations.completed(request_id, event.timings, len(event.token_ids))
                 yield event
+
+    async def explain(self, response: str) -> dict[str, Any]:
+        found = self._explanations.find(response)
+        if found is None:
+            raise ValueError("this node has not answered that response, or long ago")
+        name = explain.plain_id(response)
+        actual: dict[PeerId, explain.StageSeconds] = {}
+        for choice in found.choices:
+            head = choice.route.peer
+            if head == self._identity.peer_id:
+                actual[head] = self._explanations.stage_seconds(name)
+            elif isinstance(choice.route, Chain):
+                with suppress(TransportError, explain.NoFigures):
+                    link = await self._reach(head)
+                    told = await link.request(explain.EXPLAIN_KIND, name, timeout=5.0)
+                    actual[head] = explain.parse_seconds(told.body)
+        return explain.describe(self._gossip.view, found, actual)
+
+    async def _tell_seconds(self, request: Request) -> Message:
+        """What a chain that begins here has computed for a response, whose id only its entry node
+        and client know."""
+        body = request.message.body
+        seconds = self._explanations.stage_seconds(body) if isinstance(body, str) else ()
+        return Message([list(row) for row in seconds])
 
     async def kept(self, response: str, key: bytes, after: int) -> Follower:
         return await find(

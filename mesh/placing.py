@@ -93,6 +93,7 @@ class Placing:
         self._placed: dict[int, Want] = {}  # holdings by placement, and what for
         self._loading: set[int] = set()
         self._leaving: set[int] = set()  # holdings that drain, or will when they are loaded
+        self._learnt: set[int] = set()  # holdings whose measurement was taken
         self._failures = 0
         self._offers = True
         self._nursery: trio.Nursery
@@ -220,12 +221,13 @@ class Placing:
     def _learn(self, view: View) -> None:
         """Speeds of what was loaded, for the plans of all."""
         shapes = {w.digest: want_of(w).model for w in newest_wants(view)}
-        learnt = [
-            self._speeds.learn(holding, shapes[holding.digest])
-            for holding in self._holdings.announced
-            if holding.ready and holding.digest in shapes
-        ]
-        if any(learnt):
+        news = False
+        for holding in self._holdings.announced:
+            fresh = holding.ready and holding.id not in self._learnt
+            if fresh and holding.digest in shapes:
+                self._learnt.add(holding.id)
+                news |= self._speeds.learn(holding, shapes[holding.digest])
+        if news:
             self._gossip.announce(speeds=self._speeds.rows)
             self.announce_devices(self._devices)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import platform
 from importlib.metadata import version
@@ -18,6 +19,7 @@ from mesh.routing.placement.facts import ModelShape
 _log = logging.getLogger(__name__)
 
 MAX_FILE = 64 << 10  # bytes
+NOISE = 0.3  # a measurement that is off by less says nothing new
 
 
 class _Known(BaseModel):
@@ -68,8 +70,19 @@ class Speeds:
             layer_bytes=shape.layer_bytes,
         )
         same = [k for k in self._known if (k.digest, k.device) == (known.digest, known.device)]
-        if same and abs(same[0].decode / known.decode - 1) < 0.25:
-            return False  # the noise of a measurement must not set the mesh in motion
+        if same and (
+            abs(same[0].decode / known.decode - 1) < NOISE
+            and abs(same[0].prefill / known.prefill - 1) < NOISE
+        ):
+            return False  # noise must not set the mesh in motion
+        if same:
+            # A short measurement on a busy machine can be far off: half way there is enough.
+            known = known.model_copy(
+                update={
+                    "prefill": math.sqrt(known.prefill * same[0].prefill),
+                    "decode": math.sqrt(known.decode * same[0].decode),
+                }
+            )
         rest = [k for k in self._known if k not in same]
         self._known = [known, *rest][:MAX_SPEEDS]
         try:

@@ -80,6 +80,7 @@ class StageServer:
             self.chains.add_model(StagedModel(manifest, tokenizer))
             self._tokenized.add(manifest.digest)
         stage, speed = await loading.open_stage(manifest, layers, self._config, kv_bytes)
+        await trio.lowlevel.checkpoint_if_cancelled()  # the thread could not be: the node stops
         self._gone[number] = trio.Event()
 
         async def serve(task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

@@ -64,6 +64,10 @@ class ControlPort(Protocol):
         """
         ...
 
+    async def explain(self, response: str) -> dict[str, Any]:
+        """Why a response took its route, and predicted and actual times. Raises ValueError."""
+        ...
+
     def stop(self) -> None: ...
 
     async def drain(self, timeout: float) -> bool:
@@ -209,6 +213,12 @@ def create_control_app(node: ControlPort, api: ASGIApp, token: str) -> ASGIApp:
             return _error(400, str(error))
         return JSONResponse(found)
 
+    async def explain(request: Request) -> JSONResponse:
+        try:
+            return JSONResponse(await node.explain(request.query_params.get("response", "")))
+        except ValueError as error:
+            return _error(404, str(error))
+
     routes = [
         Route("/control/status", status),
         Route("/control/peers", peers),
@@ -217,6 +227,7 @@ def create_control_app(node: ControlPort, api: ASGIApp, token: str) -> ASGIApp:
         Route("/control/wait", wait),
         Route("/control/serve", serve, methods=["POST"]),
         Route("/control/plan", plan),
+        Route("/control/explain", explain),
         Route("/control/crl", revoke, methods=["POST"]),
         Route("/control/bench", bench),
         Route("/control/drain", drain, methods=["POST"]),

@@ -1,4 +1,4 @@
-"""`meshnode serve` and `meshnode plan`: models that the mesh lays out by itself."""
+"""`meshnode serve`, `plan` and `explain`: models that the mesh lays out by itself."""
 
 from __future__ import annotations
 
@@ -49,6 +49,51 @@ def plan(config: NodeConfig, options: argparse.Namespace) -> int:
     with local_node(config.home) as node:
         answer = node.get("/control/plan", **query)
     return _print(answer, as_json=options.json)
+
+
+def explain(config: NodeConfig, options: argparse.Namespace) -> int:
+    with local_node(config.home) as node:
+        answer = node.get("/control/explain", response=options.response)
+    if options.json:
+        json.dump(answer, sys.stdout, indent=2)
+        print()
+        return Exit.OK
+    took = answer["timings_ms"]
+    total = f"{took['total']:.0f} ms" if "total" in took else "not finished"
+    print(f"{answer['produced_tokens']} tokens, {total}")
+    for route in answer["routes"]:
+        guess = route["predicted"]
+        print(
+            f"{route['kind']}: {printable(route['reason'])}\n"
+            f"  predicted for {guess['tokens']} tokens: wait {guess['wait_ms']:.0f} ms, prefill "
+            f"{guess['prefill_ms']:.0f}, decode {guess['decode_ms']:.0f}, links "
+            f"{guess['link_ms']:.0f}"
+        )
+        if took:
+            print(
+                f"  actual: wait {took['queue']:.0f} ms, prefill {took['prefill']:.0f}, decode "
+                f"{took['decode']:.0f}"
+            )
+        for stage in route["stages"]:
+            first, last = stage["layers"]
+            actual = stage["actual_ms"]
+            measured = "" if actual is None else f", actual {actual:.0f}"
+            print(
+                f"    {printable(stage['name']):20} layers {f'{first}-{last}':8} predicted "
+                f"{stage['predicted_ms']:.0f} ms{measured}; onward "
+                f"{stage['onward_predicted_ms']:.1f} ms"
+            )
+        if route["between_stages_actual_ms"] is not None:
+            print(
+                f"    between stages: predicted {route['between_stages_predicted_ms'] or 0:.0f} "
+                f"ms, actual {route['between_stages_actual_ms']:.0f}"
+            )
+        for other in route["considered"][1:]:
+            names = ", ".join(printable(name) for name in other["nodes"])
+            print(f"  instead of {names}: {other['total_ms']:.0f} ms")
+        for other in route["passed_over"]:
+            print(f"  not {printable(other['node'])}: {printable(other['why'])}")
+    return Exit.OK
 
 
 def _print(answer: Any, *, as_json: bool) -> int:

@@ -7,7 +7,8 @@ may claim what only one of them is needed for. Then, in every view that knows bo
 is loaded wins over one that is not, and the one with the lower (sequence, PeerId) over the other.
 
 What works stays: chains that are claimed are kept, a gap is mended in place, and all is laid out
-anew only when that is better by :data:`MARGIN` and some chain goes on working meanwhile.
+anew only when that is better by :data:`MARGIN`, nobody is loading, and some chain goes on working
+meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from mesh.routing.placement.plan import (
 from mesh.routing.placement.predict import ChainPlan, StagePlan
 from mesh.routing.placement.search import AUTO_CHAINS, find_chains
 
-MARGIN = 0.2  # a new layout must be better by this share of the seconds of a request
+MARGIN = 0.25  # a new layout must be better by this share of the seconds of a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,11 @@ def arrange(
     models = []
     for keep, new in zip(kept.models, fresh.models, strict=True):
         mine = [c for c in standing if c.digest == keep.want.model.digest]
-        if _is_better(new, keep, margin) and _can_change(keep, new, mine, by_peer):
+        if (
+            _is_settled(keep, mine)
+            and _is_better(new, keep, margin)
+            and _can_change(keep, new, mine, by_peer)
+        ):
             models.append(new)
         else:
             models.append(keep)
@@ -367,6 +372,17 @@ def _kept_spares(plan: ModelPlan, fragments: Sequence[Claim], room: Room) -> Mod
 
 
 # -- laying out anew ------------------------------------------------------------------------------
+
+
+def _is_settled(keep: ModelPlan, claims: Sequence[Claim]) -> bool:
+    """Whether nobody is loading anything for this layout, or all of it is still free to choose.
+
+    Measurements come in while nodes load. If that could move the layout, it would never be loaded.
+    """
+    if not claims:
+        return True
+    ready = {(c.peer, c.first, c.last) for c in claims if c.ready}
+    return all((s.peer, s.first, s.last) in ready for c in keep.chains for s in c.stages)
 
 
 def _is_better(new: ModelPlan, keep: ModelPlan, margin: float) -> bool:

@@ -3,6 +3,7 @@ nothing here comes from this node's own links."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -99,6 +100,7 @@ def machines_in(view: View) -> tuple[Machine, ...]:
     """Nodes that offer memory to placement. Those that peers reject are left out, those that they
     quarantine hold whole models only."""
     verdicts = verdicts_in(view)
+    usual = _usual_speeds(view)
     found = []
     for peer, node in view.nodes.items():
         device = offered_device(node)
@@ -111,9 +113,12 @@ def machines_in(view: View) -> tuple[Machine, ...]:
                 memory=device.offered,
                 speeds=MappingProxyType(
                     {
-                        speed.digest: Speed(speed.prefill, speed.decode)
-                        for speed in node.advert.speeds
-                        if speed.device == device.name
+                        **(usual if device.decode_rate is None else {}),
+                        **{
+                            speed.digest: Speed(speed.prefill, speed.decode)
+                            for speed in node.advert.speeds
+                            if speed.device == device.name
+                        },
                     }
                 ),
                 decode_rate=float(device.decode_rate or DEFAULT_DECODE_RATE),
@@ -124,6 +129,23 @@ def machines_in(view: View) -> tuple[Machine, ...]:
             )
         )
     return tuple(found)
+
+
+def _usual_speeds(view: View) -> dict[str, Speed]:
+    """What nodes have measured, the median: nodes that have measured nothing are taken for such."""
+    known: dict[str, list[tuple[float, float]]] = {}
+    for node in view.nodes.values():
+        device = offered_device(node)
+        for speed in node.advert.speeds:
+            if device is not None and speed.device == device.name:
+                known.setdefault(speed.digest, []).append((speed.prefill, speed.decode))
+    return {
+        digest: Speed(
+            statistics.median_low(prefill for prefill, _ in found),
+            statistics.median_low(decode for _, decode in found),
+        )
+        for digest, found in known.items()
+    }
 
 
 def offered_device(node: NodeView) -> Device | None:
