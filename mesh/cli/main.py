@@ -53,6 +53,11 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     _add_json(parser)
 
 
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("response", metavar="RESPONSE-ID", help="as in the response's id")
+    _add_json(parser)
+
+
 def _add_init(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", required=True, help="name of this node, as in desk-7")
     parser.add_argument("--csr", metavar="FILE", help="where to write the CSR (default: NAME.csr)")
@@ -127,6 +132,7 @@ COMMANDS: dict[str, _Command] = {
     "model": ("models on this machine", "model", "model", _add_model),
     "serve": ("have the mesh serve a model", "place", "serve", _add_serve),
     "plan": ("where layers go, and what that should give", "place", "plan", _add_plan),
+    "explain": ("why a response took its route, and its times", "place", "explain", _add_explain),
     "crl": ("give the mesh a new revocation list", "show", "crl", _add_crl),
     "verify": ("check the receipt of a saved response", "setup", "verify", _add_verify),
 }
