@@ -3,6 +3,9 @@
 Load goes out at most every 0.5 s and only when it changed. A node with work in hand repeats it
 every 2 s; an idle one is silent between its adverts. Which of the two holds is announced as the
 *beat* of each message, so that its peers know what silence means.
+
+Every node hears every message, so in a large mesh all speak less often: beyond :data:`FULL_PACE`
+nodes the intervals grow with their number. Who is lost is noticed by those who have a link to it.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ ADVERT_EVERY = 10.0  # s
 ADVERT_GAP = 0.25  # s between adverts when much changes at once
 LOAD_GAP = 0.5  # s between load reports
 BUSY_BEAT = 2.0  # s
+FULL_PACE = 100  # nodes
+MOST_STRETCH = 6.0  # a beat is at most a minute
 
 
 def rounded(load: HoldingLoad) -> HoldingLoad:
@@ -40,12 +45,20 @@ class Publishing:
         self._load_sent = -math.inf
         self._sent_load: dict[int, HoldingLoad] = {}
         self._load: dict[int, HoldingLoad] = {}
+        self._stretch = 1.0
+
+    def mesh_size(self, nodes: int) -> None:
+        """How many nodes this one knows."""
+        self._stretch = min(MOST_STRETCH, max(1.0, nodes / FULL_PACE))
+
+    @property
+    def _busy(self) -> bool:
+        return any(load.active or load.waiting for load in self._load.values())
 
     @property
     def beat(self) -> float:
         """What to promise in a message that is sent now."""
-        busy = any(load.active or load.waiting for load in self._load.values())
-        return BUSY_BEAT if busy else ADVERT_EVERY
+        return (BUSY_BEAT if self._busy else ADVERT_EVERY) * self._stretch
 
     @property
     def load(self) -> tuple[HoldingLoad, ...]:
@@ -69,8 +82,8 @@ class Publishing:
         # An advert carries the load too.
         last = max(self._load_sent, self._advert_sent)
         if self._load != self._sent_load:
-            return last + LOAD_GAP
-        return last + BUSY_BEAT if self.beat == BUSY_BEAT else math.inf
+            return last + LOAD_GAP * self._stretch
+        return last + self.beat if self._busy else math.inf
 
     def due(self, now: float) -> Literal["advert", "load"] | None:
         if now >= self._advert_due:
@@ -80,7 +93,7 @@ class Publishing:
     def sent_advert(self, now: float, jitter: float) -> None:
         """``jitter`` in [0, 1) keeps nodes that started together from speaking together."""
         self._advert_sent = now
-        self._advert_due = now + ADVERT_EVERY * (1.0 - 0.1 * jitter)
+        self._advert_due = now + ADVERT_EVERY * self._stretch * (1.0 - 0.1 * jitter)
         self._sent_load = dict(self._load)
 
     def sent_load(self, now: float) -> None:

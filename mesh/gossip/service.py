@@ -242,6 +242,7 @@ class GossipService:
                 await self._woken.wait()
 
     def _table_changed(self) -> None:
+        self._publishing.mesh_size(len(self._knowledge.table.entries))
         self._dialing.update(self._knowledge.table, trio.current_time())
         self._woken.set()
         self._changed.set()

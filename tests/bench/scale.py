@@ -258,6 +258,7 @@ class Node:
 
     def advertise(self) -> SignedAdvert:
         self.sequence += 1
+        self.publishing.mesh_size(len(self.table.entries))
         advert = Advert(
             boot=self.boot,
             sequence=self.sequence,
@@ -519,7 +520,7 @@ def measure(count: int, report: Callable[[str], None]) -> dict[str, float]:
     world, known, arranged = cold_start(count)
     chains = world.chains()
     shared = routes(world)
-    quiet = rate(world, 20.0)
+    quiet = rate(world, 30.0)
     again = churn(world, 5 if count >= 10 else 1, count)
     sides, healed = partition(world)
     routes(world)

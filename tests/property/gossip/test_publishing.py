@@ -114,3 +114,17 @@ def test_rounding_never_promises_more_and_keeps_half(free):
     kept = rounded(load(0, free_kv=free)).free_kv
     assert kept <= free < max(1, kept) * 2
     assert not math.isnan(kept)
+
+
+def test_in_a_large_mesh_all_speak_less_often_and_promise_so():
+    publishing = Publishing()
+    publishing.mesh_size(300)
+    assert publishing.beat == 3 * ADVERT_EVERY
+    publishing.sent_advert(0.0, 0.0)
+    assert publishing.deadline == 3 * ADVERT_EVERY
+    publishing.load_changed({1: load(2)})
+    assert publishing.deadline == 3 * LOAD_GAP and publishing.beat == 3 * BUSY_BEAT
+    publishing.mesh_size(100_000)
+    assert publishing.beat <= 60.0
+    publishing.mesh_size(5)
+    assert publishing.beat == BUSY_BEAT
