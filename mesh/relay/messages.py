@@ -11,9 +11,9 @@ epoch void, for all its sessions at once.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_serializer, field_validator, model_validator
 
 from inference.generation import MAX_TOP_LOGPROBS, SamplingParams, TokenId
 from mesh.relay.frames import MAX_ROWS, MAX_STAGES, ChainId, Encoding, Listed, Number, Seconds, Wire
@@ -23,6 +23,7 @@ GROW, CLOSE, PROBE = "relay.grow", "relay.close", "relay.probe"
 TOKENS, REFUSED, LOST = "relay.tokens", "relay.refused", "relay.lost"
 
 MAX_SESSIONS = 256  # in one message
+MAX_BIASES = 1024
 
 Peer = Annotated[str, Field(min_length=32, max_length=128)]
 Digest = Annotated[str, Field(min_length=32, max_length=128)]
@@ -47,6 +48,26 @@ class OpenSession(Wire):
     prompt: Annotated[int, Field(ge=1, lt=1 << 24)]
     history: Annotated[int, Field(ge=0, lt=1 << 24)] = 0
     sampling: SamplingParams | None = None
+
+    # Maps on the wire have text keys only, so the bias goes as pairs.
+    @field_serializer("sampling")
+    def _to_wire(self, sampling: SamplingParams | None) -> dict[str, Any] | None:
+        if sampling is None:
+            return None
+        bias = [[token, value] for token, value in sampling.logit_bias.items()]
+        return {**sampling.model_dump(mode="python"), "logit_bias": bias}
+
+    @field_validator("sampling", mode="before")
+    @classmethod
+    def _from_wire(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        pairs = value.get("logit_bias", [])
+        if not isinstance(pairs, list) or len(pairs) > MAX_BIASES:
+            raise ValueError(f"logit_bias: up to {MAX_BIASES} pairs of token id and bias")
+        if not all(isinstance(p, list) and len(p) == 2 and type(p[0]) is int for p in pairs):
+            raise ValueError("logit_bias: a pair is a token id and its bias")
+        return {**value, "logit_bias": dict(pairs)}
 
 
 class Neighbours(Wire):

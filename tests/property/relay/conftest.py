@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import cbor2
 import numpy as np
 import pytest
 import trio
@@ -27,6 +26,7 @@ from mesh.relay.links import PeerLost
 from mesh.relay.ring import Hop
 from mesh.relay.service import Relay
 from mesh.relay.session_state import HeadSession
+from mesh.transport.frames import decode_body, encode_body
 
 HIDDEN = 8
 VOCABULARY = 64
@@ -165,23 +165,23 @@ class MemoryLinks:
         self, peer: PeerId, kind: str, body: Any, payload: Any = b"", *, timeout: float
     ) -> Any:
         self.world.check(self.me, peer)
-        wire = cbor2.dumps(body)
+        wire = encode_body(body)
         with trio.move_on_after(timeout):
             await self.world.pause(peer)
             self.world.check(self.me, peer)
             answer = await self.world.relays[peer].answer(
-                self.me, kind, cbor2.loads(wire), bytes(payload)
+                self.me, kind, decode_body(wire), bytes(payload)
             )
             await self.world.pause(self.me)
             self.world.check(self.me, peer)
-            return cbor2.loads(cbor2.dumps(answer))
+            return decode_body(encode_body(answer))
         raise PeerLost(peer, "no answer")
 
     async def send(
         self, peer: PeerId, kind: str, body: Any, payload: Any = b"", *, bulky: bool = False
     ) -> None:
         self.world.check(self.me, peer)
-        self.world.post(self.me, peer, bulky, (kind, cbor2.dumps(body), bytes(payload)))
+        self.world.post(self.me, peer, bulky, (kind, encode_body(body), bytes(payload)))
 
     def serial(self, peer: PeerId) -> int | None:
         return 1
@@ -270,7 +270,7 @@ class World:
             except PeerLost:
                 queue.clear()
                 return
-            message = cbor2.loads(body)
+            message = decode_body(body)
             self.tap(sender, to, kind, message)
             self.relays[to].take(sender, kind, message, payload)
             if queue:

@@ -11,7 +11,12 @@ import trio
 from inference.generation import SamplingParams
 
 SEEDED = SamplingParams(
-    temperature=0.8, seed=7, presence_penalty=0.5, repetition_penalty=1.2, logprobs=2
+    temperature=0.8,
+    seed=(1 << 63) - 1,
+    presence_penalty=0.5,
+    repetition_penalty=1.2,
+    logit_bias={5: 2.0, 9: -100.0},
+    logprobs=2,
 )
 
 

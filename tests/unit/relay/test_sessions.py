@@ -87,6 +87,19 @@ def test_a_mismatch_is_refused_by_name_before_anything(changes, expected) -> Non
         {"previous": "short"},
         {"sessions": [{"session": 1, "capacity": 1 << 30, "prompt": 1}]},
         {"sessions": [{"session": 1, "capacity": 4, "prompt": 1}] * 2},
+        *(
+            {"sessions": [{"session": 1, "capacity": 4, "prompt": 1, "sampling": sampling}]}
+            for sampling in (
+                {"logit_bias": {"1": 1.0}},
+                {"logit_bias": [[1]]},
+                {"logit_bias": [["1", 1.0]]},
+                {"logit_bias": [[[], 1.0]]},
+                {"logit_bias": [[1, 101.0]]},
+                {"logit_bias": [[n, 1.0] for n in range(1025)]},
+                {"temperature": 9.0},
+                [],
+            )
+        ),
     ],
 )
 def test_openings_that_are_none(changes) -> None:
