@@ -15,11 +15,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
+from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO
 
-import httpx2
 from huggingface_hub import HfApi, hf_hub_url
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -55,6 +56,9 @@ KNOWN: Mapping[str, str] = MappingProxyType(
         "OpenVINO/Mistral-7B-Instruct-v0.3-int4-ov": "4 GB",
     }
 )
+# The hub's client changed from httpx to httpx2 with its version 2, and exporters still need 1.
+_HTTP = "httpx" if version("huggingface-hub").startswith("1.") else "httpx2"
+_TRANSPORT_ERROR: type[Exception] = import_module(_HTTP).TransportError
 _INFO_TIMEOUT = 30.0  # seconds
 _FRUITLESS = 3  # attempts in a row that bring no new byte
 _PAUSE = 1.0  # seconds between attempts
@@ -182,7 +186,7 @@ def _download(
                 if error.response.status_code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
                     part.unlink()  # it belongs to something that the hub no longer has
                 raise
-            except httpx2.TransportError:
+            except _TRANSPORT_ERROR:
                 fruitless = 0 if raw.tell() > start else fruitless + 1
                 if fruitless == _FRUITLESS:
                     raise
@@ -251,7 +255,7 @@ def _explained(repository: str, endpoint: str) -> Iterator[None]:
         raise StoreError("HF_HUB_OFFLINE is set, so nothing can be downloaded") from None
     except HfHubHTTPError as error:
         raise StoreError(f"{endpoint} refused {repository}: {_line(error)}") from None
-    except httpx2.TransportError as error:
+    except _TRANSPORT_ERROR as error:
         raise StoreError(
             f"the download of {repository} from {endpoint} broke off ({_line(error)}); "
             "run it again to go on"

@@ -97,6 +97,10 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     take = actions.add_parser("import", help="take a folder with OpenVINO IR, or a GGUF file")
     take.add_argument("path", type=Path)
     take.add_argument("--name", help="default: the name of the folder or file")
+    convert = actions.add_parser("export", help="convert original weights to OpenVINO IR")
+    convert.add_argument("source", metavar="HF-DIR-OR-ID", help="a folder or a hub repository")
+    convert.add_argument("--weights", required=True, choices=("int4", "int8", "fp16"))
+    convert.add_argument("--name", help="default: the source's, with the precision behind")
     actions.add_parser("list", help="models on this machine")
     remove = actions.add_parser("rm", help="delete a model from this machine")
     remove.add_argument("name")
@@ -143,7 +147,9 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--home", metavar="DIR", help="where the node keeps all its state")
     common.add_argument("--models", metavar="DIR", help="the model store of this machine")
     common.add_argument("--log", metavar="LEVEL", help="debug, info, warning or error")
-    parser = argparse.ArgumentParser(prog="meshnode", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="meshnode", description="A node of a mesh that serves AI models to its owners."
+    )
     parser.add_argument("--version", action="version", version=version("meshnode"))
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (help_text, _, _, add_flags) in COMMANDS.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 
@@ -26,6 +27,9 @@ def model(config: NodeConfig, options: argparse.Namespace) -> int:
             print(f"{manifest.name} {manifest.digest}")
         elif options.action == "import":
             manifest = _import(store, options.path, options.name)
+            print(f"{manifest.name} {manifest.digest}")
+        elif options.action == "export":
+            manifest = _export(store, options)
             print(f"{manifest.name} {manifest.digest}")
         elif options.action == "rm":
             store.remove(options.name)
@@ -64,6 +68,14 @@ def _import(store: ModelStore, path: Path, name: str | None) -> ModelManifest:
     raise CommandError(
         Exit.MODEL, f"{path} is neither a folder with OpenVINO IR nor a GGUF file (*.gguf)"
     )
+
+
+def _export(store: ModelStore, options: argparse.Namespace) -> ModelManifest:
+    # Imported here: it loads the inference runtime, which no other action needs.
+    from inference.store.export import export_model
+
+    with contextlib.redirect_stdout(sys.stderr):  # the libraries below show progress on stdout
+        return export_model(store, options.source, options.weights, options.name)
 
 
 def _print_list(manifests: list[ModelManifest]) -> None:
