@@ -26,7 +26,9 @@ def nodes(network: Any, demo_model: ModelManifest) -> Iterator[list[Any]]:
     first: tuple[Any, ...] = ()
     started = []
     for number in range(4):
-        node = network.start(f"desk-{number}", "--memory", MEMORY, peers=first)
+        # Only the first one's machine has the model.
+        store = () if number == 0 else ("--models", str(network.folder / f"models-{number}"))
+        node = network.start(f"desk-{number}", "--memory", MEMORY, *store, peers=first)
         first = first or (node,)
         started.append(node)
     done = started[0].cli("wait", "--peers", "3", "--timeout", "30")
@@ -57,12 +59,34 @@ def loaded(node: Any) -> list[str]:
 
 
 def ask(node: Any, model: str) -> str:
+    text: str = complete(node, model)["choices"][0]["text"]
+    return text
+
+
+def complete(node: Any, model: str) -> dict[str, Any]:
     response = httpx2.post(
         f"{node.api}/v1/completions", json={"model": model, **PROMPT}, timeout=60
     )
     assert response.status_code == 200, response.text
-    text: str = response.json()["choices"][0]["text"]
-    return text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def check_explanation(node: Any, response: dict[str, Any]) -> None:
+    done = node.cli("explain", response["id"], "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["produced_tokens"] == response["usage"]["completion_tokens"]
+    route = told["routes"][0]
+    assert route["kind"] == "chain" and route["reason"]
+    layers = [stage["layers"] for stage in route["stages"]]
+    assert layers[0][0] == 0 and layers[-1][1] == 30 and len(layers) == 3
+    assert all(stage["predicted_ms"] > 0 for stage in route["stages"])
+    assert all(stage["actual_ms"] > 0 for stage in route["stages"])
+    assert route["between_stages_actual_ms"] > 0
+    shown = node.cli("explain", response["id"])
+    assert "predicted" in shown.stdout and route["stages"][0]["name"] in shown.stdout
+    assert node.cli("explain", "chatcmpl-nothing").returncode == 1
 
 
 def test_a_chain_forms_is_mended_and_takes_in_a_newcomer(
@@ -76,10 +100,13 @@ def test_a_chain_forms_is_mended_and_takes_in_a_newcomer(
     assert nodes[2].cli("wait", "--model", demo_model.name, "--timeout", "20").returncode == 0
     text = ask(nodes[3], demo_model.name)
     assert "Paris" in text
+    check_explanation(nodes[3], complete(nodes[3], demo_model.name))
+    taker = next(n for n in nodes if n.name in first and n.name != "desk-0")
+    assert any("fetching layers" in line for line in taker.log), "".join(taker.log)
     # The fourth holds a copy of one of the stages.
     assert eventually(lambda: [s for s in plan(nodes[1])["spares"] if s["loaded"]], 30)
 
-    lost = next(n for n in nodes if n.name == first[1])
+    lost = next(n for n in nodes if n.name in first and n.name != "desk-0")
     left = [n for n in nodes if n is not lost]
     lost.stop(signal.SIGKILL)
 
