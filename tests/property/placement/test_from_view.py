@@ -1,0 +1,152 @@
+"""Facts of placement out of adverts: whose word counts, and what is made of silence."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from ca.certificate import Certificate, Role
+from mesh import describe_plan
+from mesh.gossip.advert import (
+    Advert,
+    Device,
+    Holding,
+    MeasuredSpeed,
+    SeenLink,
+    SignedAdvert,
+    Wanted,
+)
+from mesh.gossip.anti_entropy import key_of
+from mesh.gossip.membership import AdvertHeard, LinkDown, Mine, Table, apply
+from mesh.gossip.view import build_view
+from mesh.routing.placement.from_view import (
+    claims_in,
+    facts_in,
+    machines_in,
+    network_in,
+    newest_wants,
+    verdicts_in,
+    wants_in,
+)
+
+KEY = Ed25519PrivateKey.generate().public_key()
+EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
+DIGEST = "ab" * 32
+GB = 10**9
+
+
+def wanted(version=1, publisher="A", **changes):
+    fields = {
+        "name": "m", "digest": DIGEST, "version": version, "publisher": publisher, "layers": 4,
+        "layer_bytes": 1000, "embedding_bytes": 10, "head_bytes": 10, "shared_bytes": 0,
+        "kv_bytes": 1, "hidden": 8, "context_length": 64,
+    }  # fmt: skip
+    return Wanted(**{**fields, **changes})
+
+
+def link(peer, rtt=10, state=0, **more):
+    return SeenLink(key=key_of(peer), rtt=rtt, state=state, **more)
+
+
+def view_of(suspects=(), **nodes):
+    """``A={...}``: fields of its advert, besides ``roles`` and ``memory``."""
+    table = Table("A", 1)
+    for peer, given in nodes.items():
+        fields = dict(given)
+        roles = fields.pop("roles", (Role.SERVE, Role.USE))
+        memory = fields.pop("memory", GB)
+        devices = (Device(name="NPU"), Device(name="CPU", offered=memory))
+        certificate = Certificate(
+            f"desk-{peer}", "acme", peer, frozenset(roles), 1, EPOCH, EPOCH, KEY, b"", ()
+        )
+        advert = Advert(boot=1, sequence=1, beat=10.0, devices=devices, **fields)
+        signed = SignedAdvert(advert, certificate, b"")
+        event = Mine(signed) if peer == "A" else AdvertHeard(signed)
+        table, _ = apply(table, event, 100.0)
+    for peer in suspects:
+        table, _ = apply(table, LinkDown(peer), 100.0)
+    return build_view(table, {}, 100.0)
+
+
+def test_the_newest_want_counts_and_only_of_nodes_that_may_say_so():
+    view = view_of(
+        A={"wants": (wanted(3, "A", replicas=1),)},
+        B={"wants": (wanted(5, "B", replicas=2),)},
+        C={"wants": (wanted(9, "C", replicas=7),), "roles": (Role.USE,)},
+        D={"wants": (wanted(5, "A", replicas=4),), "roles": (Role.ADMIN,)},
+    )
+    assert [w.replicas for w in newest_wants(view)] == [2]
+    gone = view_of(A={"wants": (wanted(3),)}, B={"wants": (wanted(4, replicas=0),)})
+    assert wants_in(gone) == () and len(newest_wants(gone)) == 1
+
+
+def test_machines_are_those_that_offer_memory_and_may_serve():
+    view = view_of(
+        suspects=("E",),
+        A={},
+        B={"memory": None},
+        C={"roles": (Role.USE,)},
+        D={"state": "draining"},
+        E={},
+    )
+    assert [m.peer for m in machines_in(view)] == ["A", "E"]
+    assert machines_in(view)[0].memory == GB
+
+
+def test_a_machine_that_has_not_measured_a_model_is_taken_for_a_usual_one():
+    speeds = [MeasuredSpeed(digest=DIGEST, device="CPU", prefill=0.1, decode=d) for d in (1, 2, 3)]
+    others = MeasuredSpeed(digest=DIGEST, device="GPU", prefill=0.1, decode=0.001)
+    view = view_of(
+        A={"speeds": (speeds[0],)}, B={"speeds": (speeds[1],)}, C={"speeds": (speeds[2],)},
+        D={"speeds": (others,)},
+    )  # fmt: skip
+    assert [m.speeds[DIGEST].decode for m in machines_in(view)] == [1, 2, 3, 2]
+
+
+def test_half_of_those_who_say_something_can_quarantine_a_node():
+    view = view_of(
+        A={"links": (link("B", state=1), link("C"))},
+        B={"links": (link("A"), link("C", state=2))},
+        C={"links": (link("A"), link("B"))},
+        D={"links": (link("C"), link("B", state=1), link("A", state=1))},
+    )
+    assert {p: v.state for p, v in verdicts_in(view).items()} == {"A": 0, "B": 1, "C": 0}
+    assert [m.peer for m in machines_in(view) if m.alone] == ["B"]
+    rejected = view_of(A={"links": (link("B", state=2),)}, B={})
+    assert [m.peer for m in machines_in(rejected)] == ["A"]
+
+
+def test_the_worse_side_of_a_link_counts_and_a_detour_stands_in_for_what_nobody_measured():
+    view = view_of(
+        A={"links": (link("B", 20, upload=1000, download=4000), link("Z", 1))},
+        B={"links": (link("A", 60, upload=9000, download=9000), link("C", 100))},
+        C={},
+    )
+    net = network_in(view)
+    assert net.between("A", "B").delay == pytest.approx(0.003)
+    assert net.between("B", "A").bandwidth == pytest.approx(1e6)
+    assert net.between("A", "C").delay == pytest.approx(0.008)
+
+
+def test_holdings_are_claims_and_typed_ones_have_no_sequence():
+    def holding(id_, first, last, claim):
+        return Holding(
+            id=id_, model="m", digest=DIGEST, kind="stage", first=first, last=last, layers=4,
+            context_length=64, device="CPU", ready=True, slots=1, queue=1, claim=claim,
+        )  # fmt: skip
+
+    view = view_of(A={"holdings": (holding(0, 0, 2, 7), holding(1, 2, 4, None))})
+    assert [(c.first, c.sequence) for c in claims_in(view)] == [(0, 7), (2, None)]
+
+
+def test_what_if_adds_and_removes_machines():
+    view = view_of(A={"wants": (wanted(),)}, B={})
+    facts = facts_in(view)
+    more = describe_plan.what_if(view, "add:16GB, remove:desk-B", facts)
+    assert [m.peer for m in more.machines] == ["A", "added-1"]
+    assert more.machines[1].memory == 16 * GB
+    for wrong in ("remove:nobody", "add:much", "grow:A", "add:1GB," * 20):
+        with pytest.raises(ValueError):
+            describe_plan.what_if(view, wrong, facts)
