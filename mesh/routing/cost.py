@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mesh.gossip.advert import Holding
+from mesh.gossip.anti_entropy import key_of
 from mesh.gossip.view import NodeView, Place
 from mesh.routing.route import Cost, RequestFacts
 
@@ -100,10 +101,20 @@ def link_delay(node: NodeView, *, here: bool) -> float:
 
 
 def hop_delay(one: NodeView, other: NodeView, here: str) -> float:
-    """One-way seconds between two nodes. Only our own links are measured: a detour over us."""
+    """One-way seconds between two nodes: as they tell of their link, else the detour over us."""
     if one.peer == other.peer:
         return 0.0
+    told = [rtt for rtt in (_told(one, other), _told(other, one)) if rtt is not None]
+    if told:
+        return FORWARD + max(told) / 2
     return sum(link_delay(n, here=n.peer == here) for n in (one, other)) / 2
+
+
+def _told(author: NodeView, other: NodeView) -> float | None:
+    """The round trip to another node that a node has measured and advertised, in seconds."""
+    key = key_of(other.peer)
+    row = next((row for row in author.advert.links if row.key == key), None)
+    return None if row is None or row.rtt is None else row.rtt * 1e-4
 
 
 def chain_cost(stages: list[tuple[Place, Cost]], facts: RequestFacts, here: str) -> Cost:

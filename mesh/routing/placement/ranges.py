@@ -9,8 +9,12 @@ cheapest one that stays below it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+# More than any model has layers; a want that claims to have more must not keep a node busy.
+_MOVES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +47,13 @@ def split(
         counts[i] += take
         left -= take
     total = sum(seat.cost * n for seat, n in zip(seats, counts, strict=True))
-    best: tuple[float, tuple[int, ...]] | None = None
-    while True:
+    best: tuple[float, tuple[int, ...]] = math.inf, ()
+    for _ in range(_MOVES):
         paces = [seat.pace * n for seat, n in zip(seats, counts, strict=True)]
         slowest = max(paces)
         value = total + slowest_weight * slowest
         # Equal cost: the more even split comes later in the walk and is the better one.
-        if best is None or value <= best[0]:
+        if value <= best[0]:
             best = value, tuple(counts)
         source = max(range(len(seats)), key=lambda i: (paces[i], seats[i].cost, i))
         target = next(
@@ -61,7 +65,8 @@ def split(
             None,
         )
         if counts[source] == 1 or target is None:
-            return best
+            break
         counts[source] -= 1
         counts[target] += 1
         total += seats[target].cost - seats[source].cost
+    return best
