@@ -7,8 +7,7 @@ import random
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,9 +23,10 @@ from inference.generation import GenerateRequest
 from inference.store.errors import StoreError
 from inference.store.manifest import ModelManifest
 from inference.store.store import ModelStore
-from mesh import describe, describe_plan, explain
+from mesh import describe, describe_plan
 from mesh.admission.policy import Thresholds
 from mesh.admission.service import AdmissionService
+from mesh.answering import Answering
 from mesh.api import (
     BindError,
     Health,
@@ -37,12 +37,8 @@ from mesh.api import (
 )
 from mesh.api.control import create_control_app
 from mesh.config import NodeConfig, StageRange
-from mesh.forward.answer import Surroundings, answer
-from mesh.forward.events import AnswerEvent, Completed
-from mesh.forward.execution import Run, WholeModel
-from mesh.forward.following import Follower, Wanted, find
-from mesh.forward.serving import ForwardServer
-from mesh.forward.wire import Assignment
+from mesh.forward.events import AnswerEvent
+from mesh.forward.following import Follower
 from mesh.gossip.advert import Device
 from mesh.gossip.service import GossipService
 from mesh.gossip.view import View
@@ -60,14 +56,10 @@ from mesh.models.serving import ModelServer
 from mesh.models.shelf import Shelf
 from mesh.models.source import ModelSource
 from mesh.placing import Placing
-from mesh.routing import Affinity, Chain, InFlight, RequestFacts, Route, choose
-from mesh.routing.placement.from_view import verdicts_in, wants_in
+from mesh.routing.placement.from_view import wants_in
 from mesh.transport import (
     DialError,
-    Link,
     ListenError,
-    Message,
-    Request,
     Transport,
     TransportConfig,
     TransportError,
@@ -143,9 +135,6 @@ class Node:
         self._stages = stages
         self._stage_serving: StageServer | None = None
         self._rng = random.Random()
-        self._in_flight = InFlight()
-        self._affinity = Affinity()
-        self._explanations = explain.Explanations()
         self._holdings = Holdings(on_change=self._announce, on_load=self._report)
         self._started_at = time.time()
         self._stop = trio.Event()
@@ -158,6 +147,7 @@ class Node:
         self._gossip: GossipService
         self._placing: Placing
         self._admission: AdmissionService
+        self._answering: Answering
         self._devices: tuple[Device, ...] = ()
 
     # -- life ---------------------------------------------------------------------------------
@@ -206,7 +196,17 @@ class Node:
             rng=self._rng,
             on_boot=partial(remember_boot, config.home),
         )
-        self._forward = ForwardServer(self._identity, self._run)
+        self._answering = Answering(
+            self._identity,
+            self._trust,
+            self._transport,
+            self._gossip,
+            self._holdings,
+            chains=lambda: self._stage_serving.chains if self._stage_serving else None,
+            rejected=lambda: self._admission.those("rejected"),
+            rng=self._rng,
+        )
+        self._forward = self._answering.forward
         token = secrets.token_urlsafe(24)
         api = create_app(self, api_key=config.api_key, closing=self._closing)
         # The control endpoint is behind a token of its own, so its copy of the API has no key.
@@ -221,10 +221,10 @@ class Node:
                 store,
                 shelf,
                 view=lambda: self._gossip.view,
-                reach=self._reach,
+                reach=self._answering.reach,
                 transferred=lambda *facts: self._admission.downloaded(*facts),
             )
-            self._transport.serve(explain.EXPLAIN_KIND, self._tell_seconds)
+            self._answering.serve()
             if Role.SERVE in self._identity.certificate.roles:
                 ModelServer(shelf).serve(self._transport)
             self._placing = Placing(
@@ -296,7 +296,7 @@ class Node:
                 self._config,
                 self._holdings,
                 view=lambda: self._gossip.view,
-                addresses=self._addresses,
+                addresses=self._answering.addresses,
                 on_load=self._report,
             )
             await nursery.start(self._stage_serving.run)
@@ -318,109 +318,18 @@ class Node:
         self._load_changed.set()
         self._load_changed = trio.Event()
 
-    def _run(self, request: GenerateRequest, assignment: Assignment) -> Run:
-        """What runs a request on this node, its own or a peer's. Raises GenerationError."""
-        if assignment.chain:
-            if self._stage_serving is None:
-                raise GenerationError("node_lost", "no stage is loaded here")
-            run = self._stage_serving.chains.run(
-                request.model, assignment.model_digest, assignment.chain
-            )
-            self._explanations.heads(assignment.response, run.seconds)
-            return run
-        replica = self._holdings.replica(request.model, assignment.model_digest)
-        if replica is None:
-            raise GenerationError(
-                "model_not_found", f"{request.model!r} is not served here", param="model"
-            )
-        return WholeModel(replica.engine, replica.identity, self._identity)
-
-    def _choose_route(self, response: str, facts: RequestFacts) -> Route:
-        view, now = self._gossip.view, trio.current_time()
-        facts = replace(
-            facts,
-            cached=self._affinity.cached(facts.marks, tuple(view.nodes), now),
-            rejected=self._admission.those("rejected"),
-            unfit=frozenset(p for p, verdict in verdicts_in(view).items() if verdict.state),
-        )
-        pick = partial(choose, view, rng=self._rng, in_flight=self._in_flight)
-        try:
-            route = pick(facts)
-        except GenerationError:
-            if not facts.unfit:
-                raise
-            route = pick(replace(facts, unfit=frozenset()))  # slowly rather than not at all
-        self._affinity.remember(facts.marks, route, now)
-        self._explanations.chosen(response, view, facts, route)
-        return route
-
-    def _track(self, route: Route) -> Callable[[], None]:
-        ticket = self._in_flight.started(route, trio.current_time())
-        return lambda: ticket.ended(trio.current_time())
-
-    async def _reach(self, peer: PeerId) -> Link:
-        link = self._transport.link(peer)
-        if link is not None:
-            return link
-        return await self._transport.link_to(peer, self._addresses(peer))
-
-    def _addresses(self, peer: PeerId) -> Sequence[str]:
-        node = self._gossip.view.nodes.get(peer)
-        return node.advert.addresses if node is not None else ()
-
     # -- the HTTP port ----------------------------------------------------------------------------
 
-    async def answer(
+    def answer(
         self, request: GenerateRequest, request_id: str, *, keep: bytes | None = None
     ) -> AsyncGenerator[AnswerEvent, None]:
-        around = Surroundings(
-            identity=self._identity,
-            trust=self._trust,
-            choose_route=partial(self._choose_route, request_id),
-            run_here=self._run,
-            reach=self._reach,
-            track=self._track,
-            clock=time.time,
-        )
-        async with aclosing(answer(request, request_id, around, keep=keep)) as events:
-            async for event in events:
-                if isinstance(event, Completed):
-                    self._explanations.completed(request_id, event.timings, len(event.token_ids))
-                yield event
+        return self._answering.answer(request, request_id, keep=keep)
 
     async def explain(self, response: str) -> dict[str, Any]:
-        found = self._explanations.find(response)
-        if found is None:
-            raise ValueError("this node has not answered that response, or long ago")
-        name = explain.plain_id(response)
-        actual: dict[PeerId, explain.StageSeconds] = {}
-        for choice in found.choices:
-            head = choice.route.peer
-            if head == self._identity.peer_id:
-                actual[head] = self._explanations.stage_seconds(name)
-            elif isinstance(choice.route, Chain):
-                with suppress(TransportError, explain.NoFigures):
-                    link = await self._reach(head)
-                    told = await link.request(explain.EXPLAIN_KIND, name, timeout=5.0)
-                    actual[head] = explain.parse_seconds(told.body)
-        return explain.describe(self._gossip.view, found, actual)
-
-    async def _tell_seconds(self, request: Request) -> Message:
-        """What a chain that begins here has computed for a response, whose id only its entry node
-        and client know."""
-        body = request.message.body
-        seconds = self._explanations.stage_seconds(body) if isinstance(body, str) else ()
-        return Message([list(row) for row in seconds])
+        return await self._answering.explain(response)
 
     async def kept(self, response: str, key: bytes, after: int) -> Follower:
-        return await find(
-            Wanted(response, key, after),
-            identity=self._identity,
-            trust=self._trust,
-            here=self._forward.kept,
-            links=list(self._transport.links.values()),
-            clock=time.time,
-        )
+        return await self._answering.kept(response, key, after)
 
     def models(self) -> Sequence[ModelInfo]:
         return describe.api_models(self._gossip.view, created=int(self._started_at))
@@ -519,7 +428,7 @@ class Node:
     async def bench(self, peer: str, report: Callable[[float, str], None]) -> dict[str, Any]:
         named = [n.peer for n in self._gossip.view.nodes.values() if peer in (n.peer, n.name)]
         try:
-            link = await self._reach(named[0] if named else PeerId(peer))
+            link = await self._answering.reach(named[0] if named else PeerId(peer))
             return (await measure_link(link, progress=report)).as_json()
         except TransportError as error:
             raise ValueError(f"{peer}: {error}") from error
