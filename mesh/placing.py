@@ -275,8 +275,16 @@ class Placing:
                 await stages.load_replica(number, manifest, kv)
             else:
                 await stages.load_stage(number, manifest, layers, kv)
-        except (GenerationError, StoreError, OSError) as error:
-            _log.error("layers %d-%d of %s cannot be loaded: %s", first, last, wanted.name, error)
+        except Exception as error:
+            known = isinstance(error, GenerationError | StoreError | OSError)
+            _log.error(
+                "layers %d-%d of %s cannot be loaded: %s",
+                first,
+                last,
+                wanted.name,
+                error,
+                exc_info=None if known else error,  # whatever it is, the node goes on without
+            )
             self._loading.discard(number)
             await self._failed(number)
             return
