@@ -14,6 +14,7 @@ from mesh.gossip.view import View
 from mesh.identity import Identity, PeerId
 from mesh.receipts import ModelIdentity, Part
 from mesh.receipts.record import serial_text
+from mesh.relay.activations import Encoding
 from mesh.relay.chain import ChainHead
 from mesh.relay.generator import ChainGenerator, ChainRun
 from mesh.relay.ring import Hop
@@ -44,6 +45,7 @@ class Chains:
         view: Callable[[], View],
         slots: int,
         queue: int,
+        activations: Encoding,
         on_load: Callable[[], None],
     ) -> None:
         self._relay = relay
@@ -51,6 +53,7 @@ class Chains:
         self._view = view
         self._slots = slots
         self._queue = queue
+        self._activations: Encoding = activations
         self._on_load = on_load
         self._models: dict[str, StagedModel] = {}
         self._generators: dict[tuple[str, tuple[ChainHop, ...]], ChainGenerator] = {}
@@ -100,6 +103,7 @@ class Chains:
                 spare=self._spare,
                 slots=self._slots,
                 queue=self._queue,
+                activations=self._activations,
                 changed=self._on_load,
             )
         except ValueError as error:

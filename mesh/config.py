@@ -84,6 +84,10 @@ class NodeConfig(BaseModel):
     engine: Literal["stage", "genai"] = "stage"  # what runs whole models
     slots: Annotated[int, Field(ge=1, le=1024)] = 16  # sessions an engine runs at once
     queue: Annotated[int, Field(ge=0, le=65536)] = 64  # requests that may wait for a slot
+    # How activations go between the machines of a chain that begins here: f32 gives exactly the
+    # tokens of the uncut model, the others take half (f16, bf16) or a quarter (int8) of the bytes
+    # and are approximate.
+    activations: Literal["f32", "f16", "bf16", "int8"] = "f32"
     # Memory that the mesh may fill here with layers it places, as in "8GB"; "0" for none, None for
     # half of what is free at start.
     memory: str | None = None

@@ -55,6 +55,7 @@ class StageServer:
             view=view,
             slots=config.slots,
             queue=config.queue,
+            activations=config.activations,
             on_load=self._load_changed,
         )
         self._tokenized: set[str] = set()

@@ -32,6 +32,7 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
     add("--device", metavar="CPU|GPU|NPU|AUTO", help="where models run (default CPU)")
     add("--engine", metavar="stage|genai", help="what runs whole models (default stage)")
     add("--slots", type=int, metavar="N", help="sessions that an engine runs at once")
+    add("--activations", metavar="f32|f16|bf16|int8", help="between machines; f32 alone is exact")
     add("--memory", metavar="SIZE", help="that the mesh may fill here, as in 8GB (0: none)")
     add("--queue", type=int, metavar="N", help="requests that may wait for a slot")
 

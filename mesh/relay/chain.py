@@ -19,7 +19,8 @@ import trio
 from inference.errors import ErrorCode, GenerationError
 from inference.generation import FinishReason
 from mesh.identity import PeerId
-from mesh.relay.frames import Encoding, parse
+from mesh.relay.activations import Encoding
+from mesh.relay.frames import parse
 from mesh.relay.host import StageHost
 from mesh.relay.links import PeerLost, at_once
 from mesh.relay.mending import Mender, Spare
@@ -54,9 +55,10 @@ _ASTRAY = frozenset({"unknown_chain", "unknown_session", "wrong_position", "stal
 class ChainHead:
     """One chain. ``route`` begins with this node; ``slots`` sessions run, ``queue`` more may wait.
 
-    ``activations`` f16 halves what goes over the network; then the chain is only approximately the
-    uncut model. ``changed`` is called when a session starts or ends. Raises ValueError for a route
-    that is none, or whose first stage is not loaded here.
+    ``activations`` other than f32 make less go over the network, and the chain only approximately
+    the uncut model; where a stage does not take them they are f32. ``changed`` is called when a
+    session starts or ends. Raises ValueError for a route that is none, or whose first stage is not
+    loaded here.
     """
 
     def __init__(
@@ -221,13 +223,26 @@ class ChainHead:
                 if self.ring.epoch == epoch:
                     if refusal.code == "no_free_blocks":
                         return False
-                    raise _as_error(refusal) from refusal
+                    if refusal.code != "wrong_encoding" or not self._make_exact():
+                        raise _as_error(refusal) from refusal
             finally:
                 if not opened:
                     self._room.give_back(session.number, tell=tell)
             if opened:
                 self._place(session)
                 break
+        return True
+
+    def _make_exact(self) -> bool:
+        """A stage does not take the chain's form of activations: use f32 from now on.
+
+        False when that is no way out. Stages begin a chain of a later epoch anew, so those that
+        have been asked already will not mind.
+        """
+        if self.ring.activations == "f32" or self._sessions:
+            return False
+        self.ring.activations = "f32"
+        self.ring.epoch += 1
         return True
 
     def _place(self, session: HeadSession) -> None:

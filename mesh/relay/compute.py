@@ -18,7 +18,8 @@ from inference.paged import StageRange
 from inference.sampling import Sampled as Draw
 from inference.sampling import Sampler, SamplingError, sample
 from inference.stage import Part, StageRefusal, StepBatch
-from mesh.relay.frames import Encoding, Row, encode
+from mesh.relay.activations import Encoding, encode
+from mesh.relay.frames import Row
 from mesh.relay.refusal import Refusal
 from mesh.relay.sessions import Chain, Session
 
@@ -73,7 +74,7 @@ class Result:
 
     failed: dict[int, Refusal]  # by session key
     seconds: float
-    hidden: list[tuple[Encoding, NDArray[np.floating]]] | None = None
+    hidden: list[tuple[Encoding, NDArray[Any]]] | None = None
     draws: dict[int, Draw] | None = None
 
 
@@ -180,7 +181,7 @@ class Computer:
 
 def encode_frames(
     frames: list[Frame], output: NDArray[np.float32], failed: dict[int, Refusal]
-) -> list[tuple[Encoding, NDArray[np.floating]]]:
+) -> list[tuple[Encoding, NDArray[Any]]]:
     """The output of each frame's rows that have not failed, as it goes on the wire."""
     encoded = []
     start = 0

@@ -1,26 +1,23 @@
 """Step frames: activations from one stage to the next. A pure codec; nothing here does I/O.
 
-A frame is a small header (CBOR, beside it in the transport) and a payload of raw activations. The
-payload holds the rows of the header one after the other, each ``count`` tokens of ``hidden``
-features, little-endian, in the frame's encoding:
+A frame is a small header (CBOR, beside it in the transport) and a payload: the rows of the header
+one after the other, each ``count`` tokens of ``hidden`` features, in the frame's encoding (see
+:mod:`mesh.relay.activations`).
 
-``f32``  single floats, bit for bit what the stage computed. The default: a chain then gives the
-         tokens of the uncut model, drawn ones too (20 of 20 prompts of 128 tokens, mixed).
-``f16``  half floats: half of the bytes, and approximate (greedily 18 of those 20, drawn 14). Only
-         in chains that were opened so, and not for a token with a value beyond their range.
-
-The sender chooses per frame. Sizes follow from the header and must match to the byte, so nothing
-is ever allocated from a number alone: an array is a view of bytes that have arrived.
+The sender chooses the encoding per frame. Sizes follow from the header and must match to the byte,
+so nothing is ever allocated from a number alone, only from bytes that have arrived.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
+from mesh.relay import activations
+from mesh.relay.activations import Encoding
 from mesh.relay.refusal import Refusal
 
 STEP_KIND = "relay.step"
@@ -31,12 +28,9 @@ MAX_STAGES = 64
 
 Number = Annotated[int, Field(ge=0, lt=1 << 31)]
 ChainId = Annotated[bytes, Field(min_length=16, max_length=16)]
-Encoding = Literal["f16", "f32"]
 Listed = Strict(False)  # a tuple here is a list on the wire; its items stay strict
 Seconds = Annotated[float, Field(ge=0.0, le=86400.0, allow_inf_nan=False)]
 
-_DTYPES: dict[Encoding, np.dtype[np.floating]] = {"f16": np.dtype("<f2"), "f32": np.dtype("<f4")}
-_F16_MAX = 65504.0
 # Exponent bits, by item size: all set means infinity or NaN.
 _NOT_FINITE: dict[int, tuple[np.dtype[np.unsignedinteger], int]] = {
     2: (np.dtype("<u2"), 0x7C00),
@@ -115,44 +109,15 @@ def rows_of(header: StepHeader) -> list[Row]:
     return rows
 
 
-def encode(
-    hidden: NDArray[np.float32], activations: Encoding
-) -> tuple[Encoding, NDArray[np.floating]]:
-    """``[tokens, hidden]`` as it goes on the wire in a chain whose ``activations`` are such.
-
-    In one of f16 every token is rounded to f16 if it fits, in a frame of f32 too: what a session
-    computes must not depend on who shares its frame.
-    """
-    if activations == "f32":
-        return "f32", hidden.astype(_DTYPES["f32"])
-    # A NaN fits nothing; as f32 it reaches the receiver as what it is, and is refused.
-    fits = np.abs(hidden).max(axis=1, initial=0.0) <= _F16_MAX
-    if fits.all():
-        return "f16", hidden.astype(_DTYPES["f16"])
-    values = hidden.astype(_DTYPES["f32"])
-    values[fits] = values[fits].astype(_DTYPES["f16"])
-    return "f32", values
-
-
 def decode(
     header: StepHeader, payload: bytes | bytearray | memoryview, hidden: int
 ) -> NDArray[np.floating]:
-    """The payload as ``[tokens, hidden]``, a read-only view of f16 or f32.
+    """The payload as read-only ``[tokens, hidden]`` of f16 or f32.
 
-    Raises :class:`Refusal` ``bad_size`` when the payload is not exactly what the header says.
-    Whether the values are finite is for :func:`not_finite` to say, row by row.
+    Raises :class:`Refusal` when the payload is not exactly what the header says. Whether the values
+    are finite is for :func:`not_finite` to say, row by row.
     """
-    dtype = _DTYPES[header.encoding]
-    expected = header.tokens * hidden * dtype.itemsize
-    if len(payload) != expected:
-        raise Refusal(
-            "bad_size",
-            f"{header.tokens} tokens of {hidden} features in {header.encoding} are {expected} "
-            f"bytes, not {len(payload)}",
-        )
-    values = np.frombuffer(payload, dtype).reshape(-1, hidden)
-    values.flags.writeable = False
-    return values
+    return activations.decode(payload, header.encoding, header.tokens, hidden)
 
 
 def not_finite(rows: list[Row], values: NDArray[np.floating]) -> set[int]:

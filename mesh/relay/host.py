@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from inference.sampling import Sampled as Draw
 from mesh.identity import PeerId
+from mesh.relay.activations import Encoding
 from mesh.relay.compute import Computer, Frame, Result, StageEngine
-from mesh.relay.frames import Encoding, Row, StepHeader, decode, not_finite, rows_of
+from mesh.relay.frames import Row, StepHeader, decode, not_finite, rows_of
 from mesh.relay.kept import DEFAULT_BYTES, KeptOutput, Piece
 from mesh.relay.messages import Open, Refused, RefusedSession, Sampled, Tokens, TopLogprob
 from mesh.relay.refusal import Refusal
@@ -36,7 +37,7 @@ _T = TypeVar("_T")
 class Outlet(Protocol):
     """Where output goes. Called in the trio thread; must not block, order is kept per chain."""
 
-    def activations(self, chain: Chain, header: StepHeader, values: NDArray[np.floating]) -> None:
+    def activations(self, chain: Chain, header: StepHeader, values: NDArray[Any]) -> None:
         """To the next stage."""
         ...
 
@@ -310,11 +311,11 @@ class StageHost:
         frame: Frame,
         alive: list[tuple[Session, Row, int]],
         encoding: Encoding,
-        hidden: NDArray[np.floating],
+        hidden: NDArray[Any],
         spent: tuple[float, ...],
     ) -> None:
         rows: list[Row] = []
-        values: list[NDArray[np.floating]] = []
+        values: list[NDArray[Any]] = []
         for session, row, at in alive:
             output = hidden[at : at + row.size]
             self.kept.add(session.key, Piece(row.position, row.sample, encoding, output))

@@ -10,23 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mesh.relay.frames import Encoding
+from mesh.relay.activations import Encoding
 
 DEFAULT_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Output ``[tokens, hidden]`` for consecutive positions from ``position`` on."""
+    """Output for consecutive positions from ``position`` on, encoded, one row for each token."""
 
     position: int
     sample: bool
     encoding: Encoding
-    values: NDArray[np.floating]
+    values: NDArray[Any]
 
     @property
     def end(self) -> int:

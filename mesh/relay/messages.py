@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_serializer, field_validator, model_validator
 
 from inference.generation import MAX_TOP_LOGPROBS, SamplingParams, TokenId
-from mesh.relay.frames import MAX_ROWS, MAX_STAGES, ChainId, Encoding, Listed, Number, Seconds, Wire
+from mesh.relay.frames import MAX_ROWS, MAX_STAGES, ChainId, Listed, Number, Seconds, Wire
 
 OPEN, FENCE, REPLAY = "relay.open", "relay.fence", "relay.replay"
 GROW, CLOSE, PROBE = "relay.grow", "relay.close", "relay.probe"
@@ -82,7 +82,8 @@ class Neighbours(Wire):
 class Open(Neighbours):
     """Reserve room for sessions. Everything is checked before any memory is taken.
 
-    ``activations`` between stages: all f32, or f16 where it can hold the values.
+    ``activations`` between stages are f32, or in this form where it can hold the values. A stage
+    that does not take it refuses as ``wrong_encoding``, and the head asks again for f32.
     """
 
     version: Literal[1] = 1
@@ -92,7 +93,7 @@ class Open(Neighbours):
     layers: Number
     rank: Annotated[int, Field(ge=0, lt=MAX_STAGES)]
     stages: Annotated[int, Field(ge=1, le=MAX_STAGES)]
-    activations: Encoding
+    activations: Annotated[str, Field(min_length=1, max_length=16)]
     sessions: Annotated[tuple[OpenSession, ...], Listed] = Field(
         min_length=1, max_length=MAX_SESSIONS
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mesh.identity import PeerId
-from mesh.relay.frames import Encoding
+from mesh.relay.activations import Encoding
 from mesh.relay.messages import Neighbours, Open, OpenSession
 from mesh.relay.session_state import HeadSession
 from mesh.relay.sessions import needs_history
@@ -30,7 +30,7 @@ Route = tuple[Hop, ...]
 class Ring:
     """Hops in order, the first is the head's own; together they cover ``layers`` exactly.
 
-    ``activations`` between stages: ``f32`` is exact, ``f16`` approximate and half the size.
+    ``activations`` between stages: ``f32`` is exact, all others are approximate.
 
     Raises ValueError for a route that does not, or that names a node twice: the chain alone has to
     say which of a node's stages a message is for.

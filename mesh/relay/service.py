@@ -322,7 +322,7 @@ class Relay:
 
     # -- output of stages ---------------------------------------------------------------------
 
-    def activations(self, chain: Chain, header: StepHeader, values: NDArray[np.floating]) -> None:
+    def activations(self, chain: Chain, header: StepHeader, values: NDArray[Any]) -> None:
         payload = np.ascontiguousarray(values).data.cast("B")
         self._post(chain.next, _Parcel(STEP_KIND, header.model_dump(mode="python"), payload))
 

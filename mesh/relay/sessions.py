@@ -18,10 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from inference.generation import SamplingParams
 from mesh.identity import PeerId
-from mesh.relay.frames import Encoding, Row, StepHeader
+from mesh.relay.activations import ENCODINGS, Encoding
+from mesh.relay.frames import Row, StepHeader
 from mesh.relay.messages import (
     Close,
     Grow,
@@ -100,6 +102,7 @@ class SessionTable:
 
     def __init__(self, facts: StageFacts) -> None:
         self.facts = facts
+        self.takes = ENCODINGS  # forms of activations
         self.chains: dict[bytes, Chain] = {}
         self._reserved = 0  # blocks
         self._next_key = 0
@@ -166,6 +169,8 @@ class SessionTable:
                 f"layers {facts.first}-{facts.last} of {facts.layers} are here, not "
                 f"{message.first}-{message.last} of {message.layers}",
             )
+        if message.activations not in self.takes:
+            raise Refusal("wrong_encoding", f"taken here are {', '.join(sorted(self.takes))}")
 
     def _admit(self, chain: Chain, wanted: OpenSession, history: list[int]) -> Session:
         facts = self.facts
@@ -291,8 +296,10 @@ class SessionTable:
             return None
         if header.epoch > chain.epoch:
             raise Refusal("stale_epoch", f"the chain is at epoch {chain.epoch} here")
-        if header.encoding == "f16" and chain.activations != "f16":
-            raise Refusal("wrong_encoding", "activations of this chain are f32")
+        if header.encoding not in ("f32", chain.activations):
+            raise Refusal(
+                "wrong_encoding", f"activations of this chain are {chain.activations} or f32"
+            )
         return chain
 
     def accept(self, chain: Chain, rows: Iterable[Row]) -> dict[int, Refusal]:
@@ -364,7 +371,7 @@ def _chain(head: PeerId, message: Open) -> Chain:
         next=PeerId(message.next),
         rank=message.rank,
         stages=message.stages,
-        activations=message.activations,
+        activations=cast(Encoding, message.activations),  # one of those taken
     )
 
 

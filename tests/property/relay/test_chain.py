@@ -8,6 +8,7 @@ import random
 import pytest
 import trio
 
+from inference.errors import GenerationError
 from inference.generation import SamplingParams
 
 SEEDED = SamplingParams(
@@ -68,5 +69,42 @@ def test_resume_continues_as_if_nothing_had_happened(toys) -> None:
             tokens = whole.expected(4)
             rest = toys.Ask([1, 2, 3], 20, SEEDED, resume=tokens[:8])
             assert await toys.collect(head, rest) == tokens[8:]
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("deaf", ["b", "c"])
+def test_a_stage_that_does_not_take_the_form_makes_the_chain_exact(toys, deaf: str) -> None:
+    async def main() -> None:
+        async with toys.open_world() as world:
+            nodes = [await world.add(name, 2 * at, 2 * at + 2, 6) for at, name in enumerate("abc")]
+            table = world.hosts[nodes["abc".index(deaf)]].table
+            table.takes = frozenset({"f32", "f16"})
+            head = world.head(*nodes, activations="int8")
+            wanted = [toys.Ask([n, n + 1, n + 2], 20) for n in range(3)]
+            got: dict[int, list[int]] = {}
+
+            async def client(number: int) -> None:
+                got[number] = await toys.collect(head, wanted[number])
+
+            with trio.fail_after(10):
+                async with trio.open_nursery() as nursery:
+                    for number in range(3):
+                        nursery.start_soon(client, number)
+            assert [got[n] for n in range(3)] == [ask.expected(6) for ask in wanted]
+            assert head.ring.activations == "f32"
+            await world.empty()
+
+    trio.run(main)
+
+
+def test_a_stage_that_does_not_even_take_the_exact_form(toys) -> None:
+    async def main() -> None:
+        async with toys.open_world() as world:
+            a, b = await world.add("a", 0, 2, 4), await world.add("b", 2, 4, 4)
+            world.hosts[b].table.takes = frozenset()
+            head = world.head(a, b, activations="f16")
+            with trio.fail_after(5), pytest.raises(GenerationError, match="taken here"):
+                await head.start(toys.Ask([1, 2, 3], 5).session())
 
     trio.run(main)

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mesh.relay.activations import encode
 from mesh.relay.frames import (
     MAX_ROW_TOKENS,
     Row,
     StepHeader,
     decode,
-    encode,
     not_finite,
     parse,
     rows_of,

@@ -66,6 +66,7 @@ def code(call, *arguments) -> str:
         ({"first": 3}, "wrong_range"),
         ({"last": 9}, "wrong_range"),
         ({"layers": 13}, "wrong_range"),
+        ({"activations": "f8"}, "wrong_encoding"),
     ],
 )
 def test_a_mismatch_is_refused_by_name_before_anything(changes, expected) -> None:
@@ -81,7 +82,8 @@ def test_a_mismatch_is_refused_by_name_before_anything(changes, expected) -> Non
         {"rank": 2},
         {"rank": 3},
         {"first": 8, "last": 4},
-        {"activations": "f64"},
+        {"activations": ""},
+        {"activations": 16},
         {"version": 2},
         {"sessions": []},
         {"previous": "short"},
@@ -154,6 +156,13 @@ def test_a_chain_belongs_to_its_head_and_its_neighbours() -> None:
     made.open(HEAD, opening(5, chain=b"3" * 16, activations="f32"), [[]])
     header = frame((5, 0, 1), chain=b"3" * 16, encoding="f16")
     assert code(made.expect, HEAD, header) == "wrong_encoding"
+    made.open(HEAD, opening(6, chain=b"4" * 16, activations="int8"), [[]])
+    for encoding, good in (("int8", True), ("f32", True), ("f16", False), ("bf16", False)):
+        header = frame((6, 0, 1), chain=b"4" * 16, encoding=encoding)
+        if good:
+            assert made.expect(HEAD, header) is made.chains[b"4" * 16]
+        else:
+            assert code(made.expect, HEAD, header) == "wrong_encoding"
 
 
 def test_rows_are_let_in_only_where_the_session_ends() -> None:
