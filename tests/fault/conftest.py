@@ -121,6 +121,8 @@ class Mesh:
     """Three ranges of layers at nodes called ``a`` and ``b`` with the number of the range, and an
     entry node that holds none."""
 
+    ranges: tuple[str, ...] = RANGES
+
     def __init__(self, network: Any, model: ModelManifest, twins: str) -> None:
         self.network, self.model = network, model
         network.environment["MESHNODE_MODELS"] = str(model.path.parent)
@@ -128,19 +130,19 @@ class Mesh:
         self.entry = network.start("entry")
         self.read_rest, self.eventually = read_rest, eventually
         self.nodes: dict[str, Any] = {}
-        self.stages = {f"{twin}{rank}": rank for rank in range(len(RANGES)) for twin in twins}
+        self.stages = {f"{twin}{rank}": rank for rank in range(len(self.ranges)) for twin in twins}
         self.bring(*self.stages)
 
     # -- nodes ------------------------------------------------------------------------------------
 
     def flags(self, name: str) -> list[str]:
-        stage = f"{self.model.name}:{RANGES[self.stages[name]]}"
+        stage = f"{self.model.name}:{self.ranges[self.stages[name]]}"
         return ["--stage", stage, "--peer", self.entry.listen]
 
     def bring_far(self, name: str) -> None:
         """Start a node that reaches the others, and is reached, on paths of its own only."""
         paths: list[str] = []
-        flags = ["--stage", f"{self.model.name}:{RANGES[self.stages[name]]}"]
+        flags = ["--stage", f"{self.model.name}:{self.ranges[self.stages[name]]}"]
         reachable = [self.entry, *(node for node in self.nodes.values() if node.api)]
         for port, node in enumerate(reachable, 4001):
             parts = node.listen.split("/")
@@ -220,7 +222,7 @@ class Mesh:
     def workers(self) -> list[str]:
         """Who runs the one session that there is, by rank."""
         found = sorted((n for n, active in self.busy().items() if active), key=self.stages.get)
-        assert [self.stages[name] for name in found] == list(range(len(RANGES))), found
+        assert [self.stages[name] for name in found] == list(range(len(self.ranges))), found
         return found
 
     def twin(self, name: str) -> str:
@@ -263,6 +265,15 @@ class Mesh:
         )
 
 
+class Replicas(Mesh):
+    """Two nodes, ``a0`` and ``b0``, that hold the whole model."""
+
+    ranges = ("all",)
+
+    def flags(self, name: str) -> list[str]:
+        return ["--model", self.model.name, "--peer", self.entry.listen]
+
+
 def eventually(holds: Callable[[], bool], seconds: float = 30.0) -> bool:
     end = time.monotonic() + seconds
     while not holds():
@@ -281,3 +292,8 @@ def mesh(network: Any, demo_model: ModelManifest) -> Iterator[Mesh]:
 def thin_mesh(network: Any, demo_model: ModelManifest) -> Iterator[Mesh]:
     """One node for each range."""
     yield Mesh(network, demo_model, "a")
+
+
+@pytest.fixture(scope="module")
+def replicas(network: Any, demo_model: ModelManifest) -> Iterator[Replicas]:
+    yield Replicas(network, demo_model, "ab")
