@@ -33,6 +33,7 @@ from mesh.identity import (
 )
 from mesh.routing import Affinity, Chain, InFlight, RequestFacts, Route, choose
 from mesh.routing.placement.from_view import verdicts_in
+from mesh.routing.slowness import Slowness
 from mesh.transport import (
     Link,
     Message,
@@ -72,6 +73,7 @@ class Answering:
         self._in_flight = InFlight()
         self._affinity = Affinity()
         self._explanations = explain.Explanations()
+        self._slowness = Slowness()
         self.forward = ForwardServer(identity, self._run)
 
     def serve(self) -> None:
@@ -98,6 +100,7 @@ class Answering:
         view, now = self._gossip.view, trio.current_time()
         facts = replace(
             facts,
+            slow=self._slowness.factors(now),
             cached=self._affinity.cached(facts.marks, tuple(view.nodes), now),
             rejected=self._rejected(),
             unfit=frozenset(p for p, verdict in verdicts_in(view).items() if verdict.state),
@@ -142,8 +145,14 @@ class Answering:
         async with aclosing(answer(request, request_id, around, keep=keep)) as events:
             async for event in events:
                 if isinstance(event, Completed):
-                    self._explanations.completed(request_id, event.timings, len(event.token_ids))
+                    self._completed(request_id, event)
                 yield event
+
+    def _completed(self, response: str, record: Completed) -> None:
+        self._explanations.completed(response, record.timings, len(record.token_ids))
+        surprise = self._explanations.surprise(response)
+        if surprise is not None:
+            self._slowness.observed(*surprise, trio.current_time())
 
     async def explain(self, response: str) -> dict[str, Any]:
         found = self._explanations.find(response)

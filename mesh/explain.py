@@ -83,13 +83,27 @@ class Explanations:
 
     def chosen(self, response: str, view: View, facts: RequestFacts, route: Route) -> None:
         before = self._kept.get(response, Explanation())
-        choice = Choice(route, _guess(view, facts, route), expected_output(facts))
+        # By measured speed: what is known of slow peers came from comparing with just that.
+        plain = replace(facts, slow={})
+        choice = Choice(route, _guess(view, plain, route), expected_output(facts))
         _keep(self._kept, response, replace(before, choices=(*before.choices, choice)[-8:]))
 
     def completed(self, response: str, timings: Mapping[str, float], produced: int) -> None:
         before = self._kept.get(response)
         if before is not None:
             self._kept[response] = replace(before, timings=dict(timings), produced=produced)
+
+    def surprise(self, response: str) -> tuple[PeerId, float, float] | None:
+        """Whole-model responses: who answered, and predicted and actual seconds of work there."""
+        kept = self._kept.get(response)
+        if kept is None or not kept.timings or len(kept.choices) != 1:
+            return None
+        choice = kept.choices[0]
+        if len(choice.hops) != 1 or isinstance(choice.route, Chain):
+            return None
+        guess = choice.hops[0]
+        actual = kept.timings.get("prefill", 0.0) + kept.timings.get("decode", 0.0)
+        return guess.hop.peer, guess.prefill + guess.step * kept.produced, actual
 
     def heads(self, response: str, seconds: Callable[[], StageSeconds]) -> None:
         """A chain that begins here works for a response; ``seconds`` tells for how long so far."""

@@ -73,8 +73,9 @@ def holding_cost(place: Place, busy: int, facts: RequestFacts, speeds: Speeds) -
     """
     holding = place.holding
     width = holding.last - holding.first
-    prefill_seconds = holding.prefill_seconds or speeds.prefill * width
-    decode_seconds = holding.decode_seconds or speeds.decode * width
+    slow = facts.slow.get(place.node.peer, 1.0)
+    prefill_seconds = slow * (holding.prefill_seconds or speeds.prefill * width)
+    decode_seconds = slow * (holding.decode_seconds or speeds.decode * width)
     others = min(busy, holding.slots - 1)
     fresh = max(1, facts.prompt_tokens - facts.cached.get(place.node.peer, 0))
     prefill = fresh * prefill_seconds * (1.0 + PREFILL_CROWD * others)

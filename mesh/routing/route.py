@@ -24,7 +24,8 @@ class RequestFacts:
     ``prompt_tokens`` counts everything to be prefilled, tokens to resume with included; an estimate
     is enough. ``digest`` pins the exact weights (a resumed request must go on with the same).
     ``exclude`` are peers that this request has lost or that refused it, ``unfit`` those that are
-    not to be in chains, ``rejected`` those that get no work at all. ``marks`` describe the
+    not to be in chains, ``rejected`` those that get no work at all; ``slow`` is by how much peers
+    take longer than they say (see :mod:`mesh.routing.slowness`). ``marks`` describe the
     prompt's leading parts, and ``cached`` is how many leading tokens of it a peer probably still
     holds in its KV cache.
     """
@@ -36,6 +37,7 @@ class RequestFacts:
     exclude: frozenset[PeerId] = frozenset()
     unfit: frozenset[PeerId] = frozenset()
     rejected: frozenset[PeerId] = frozenset()
+    slow: Mapping[PeerId, float] = field(default_factory=lambda: MappingProxyType({}))
     marks: tuple[Mark, ...] = ()
     cached: Mapping[PeerId, int] = field(default_factory=lambda: MappingProxyType({}))
 
