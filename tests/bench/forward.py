@@ -65,11 +65,12 @@ class Mesh:
 
     def start(self, name: str, *flags: str) -> Node:
         home, csr = self.folder / name, self.folder / f"{name}.csr"
-        self.run("meshnode", "init", "--home", home, "--name", name, "--csr", csr)
-        self.run(
-            *("meshca", "--dir", self.folder / "ca", "issue", csr),
-            *("--roles", "serve,use", "-o", home / "node.pem"),
-        )
+        if not (home / "node.pem").exists():
+            self.run("meshnode", "init", "--home", home, "--name", name, "--csr", csr)
+            self.run(
+                *("meshca", "--dir", self.folder / "ca", "issue", csr),
+                *("--roles", "serve,use", "-o", home / "node.pem"),
+            )
         process = subprocess.Popen(
             [
                 *(str(BIN / "meshnode"), "start", "--home", str(home), "--api", "127.0.0.1:0"),
