@@ -84,9 +84,9 @@ class PagedModel:
     """
 
     def __init__(self, model: ov.Model, config: StageConfig) -> None:
-        self.range = _stage_range(model)
+        self.range = stage_range(model)
         self.input_name = _to_paged(model, self.range)
-        self.vocabulary = _vocabulary(model) if self.range.is_first else 0
+        self.vocabulary = vocabulary_of(model) if self.range.is_first else 0
         core = ov.Core()
         try:
             compiled = core.compile_model(model, config.device, config.properties())
@@ -136,7 +136,7 @@ class PagedModel:
         return output.reshape(-1, self.width)
 
 
-def _stage_range(model: ov.Model) -> StageRange:
+def stage_range(model: ov.Model) -> StageRange:
     if model.has_rt_info([STAGE_INFO, "first"]):
         first, last, layers = (
             int(model.get_rt_info([STAGE_INFO, key]).astype(str))
@@ -184,7 +184,7 @@ def _gather_before_head(model: ov.Model) -> None:
     model.validate_nodes_and_infer_types()
 
 
-def _vocabulary(model: ov.Model) -> int:
+def vocabulary_of(model: ov.Model) -> int:
     """Rows of the embedding table."""
     stack = [p for p in model.get_parameters() if "input_ids" in p.output(0).get_names()]
     while stack:

@@ -291,32 +291,37 @@ class Stage:
             need += max(0, self._tables.cost(part.session, part.past, part.past + part.count))
         if need > self._tables.free:
             raise StageRefusal("out_of_blocks", f"{need} blocks needed, {self.free_blocks} free")
-        total = sum(part.count for part in batch.parts)
-        rows = self._check_rows(batch.rows, total)
-        if batch.sampled and not (
-            self.range.is_last
-            and batch.sampled[0] >= 0
-            and batch.sampled[-1] < total
-            and all(a < b for a, b in zip(batch.sampled, batch.sampled[1:], strict=False))
-        ):
-            raise StageRefusal("bad_rows", "rows to sample must be ascending rows of the batch")
-        return rows
+        return checked_rows(
+            batch, self.range, self.hidden, self._paged.vocabulary, self._paged.input_dtype
+        )
 
-    def _check_rows(self, rows: NDArray[Any], total: int) -> NDArray[Any]:
-        dtype = self._paged.input_dtype
-        if self.range.is_first:
-            if rows.ndim != 1 or len(rows) != total or not np.issubdtype(rows.dtype, np.integer):
-                raise StageRefusal("bad_input", f"{total} token ids expected, not {_like(rows)}")
-            if rows.min() < 0 or rows.max() >= self._paged.vocabulary:
-                raise StageRefusal("bad_input", "a token id outside the vocabulary")
-        else:
-            if rows.shape != (total, self.hidden) or not np.issubdtype(rows.dtype, np.floating):
-                raise StageRefusal(
-                    "bad_input", f"[{total}, {self.hidden}] floats expected, not {_like(rows)}"
-                )
-            if not np.isfinite(rows).all():
-                raise StageRefusal("bad_input", "a hidden state with values that are no numbers")
-        return np.ascontiguousarray(rows, dtype)
+
+def checked_rows(
+    batch: StepBatch, layers: StageRange, hidden: int, vocabulary: int, dtype: np.dtype[Any]
+) -> NDArray[Any]:
+    """The rows of a batch, contiguous and of ``dtype``. Raises :class:`StageRefusal` when they, or
+    those of them that are to be sampled, are not what a stage of these ``layers`` takes."""
+    rows, total = batch.rows, sum(part.count for part in batch.parts)
+    if layers.is_first:
+        if rows.ndim != 1 or len(rows) != total or not np.issubdtype(rows.dtype, np.integer):
+            raise StageRefusal("bad_input", f"{total} token ids expected, not {_like(rows)}")
+        if rows.min() < 0 or rows.max() >= vocabulary:
+            raise StageRefusal("bad_input", "a token id outside the vocabulary")
+    else:
+        if rows.shape != (total, hidden) or not np.issubdtype(rows.dtype, np.floating):
+            raise StageRefusal(
+                "bad_input", f"[{total}, {hidden}] floats expected, not {_like(rows)}"
+            )
+        if not np.isfinite(rows).all():
+            raise StageRefusal("bad_input", "a hidden state with values that are no numbers")
+    if batch.sampled and not (
+        layers.is_last
+        and batch.sampled[0] >= 0
+        and batch.sampled[-1] < total
+        and all(a < b for a, b in zip(batch.sampled, batch.sampled[1:], strict=False))
+    ):
+        raise StageRefusal("bad_rows", "rows to sample must be ascending rows of the batch")
+    return np.ascontiguousarray(rows, dtype)
 
 
 def _like(rows: NDArray[Any]) -> str:

@@ -6,6 +6,8 @@ It is imported when there is something to load: a node that holds nothing stays 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,13 +22,16 @@ from inference.errors import GenerationError
 from inference.paged import StageConfig, UnsupportedModel
 from inference.split import STAGE_FILE, SplitError, read_splittable
 from inference.stage import Part, Stage, StageRefusal, StepBatch
+from inference.static_stage import StaticConfig, StaticStage
 from inference.store.manifest import ModelManifest
 from inference.tokenizer import Tokenizer
 from mesh.config import NodeConfig
 from mesh.gossip.advert import Device
 from mesh.holdings import PROBE_PROMPT, PROBE_STEPS
+from mesh.relay.compute import StageEngine
 
 STAGES = ".stages"  # folder in a model's folder, for what was cut from it
+COMPILED = "compiled"  # folder beside a stage, for what an NPU needs minutes to compile
 
 
 def device_facts() -> tuple[Device, ...]:
@@ -52,7 +57,7 @@ async def open_stage(
     layers: tuple[int, int],
     config: NodeConfig,
     kv_bytes: int | None = None,
-) -> tuple[Stage, dict[str, float]]:
+) -> tuple[StageEngine, dict[str, float]]:
     """Load layers ``[first, last)``, cut first if need be, and measure them.
 
     ``kv_bytes`` bounds the memory for KV; None: the usual amount.
@@ -66,17 +71,13 @@ async def open_stage(
             f"{manifest.name} has {manifest.layers} layers, so no stage {first}-{last}",
         )
 
-    def load() -> tuple[Stage, dict[str, float]]:
+    def load() -> tuple[StageEngine, dict[str, float]]:
         # The same bytes wherever they are made, so nodes of one machine can share them.
         folder = manifest.path / STAGES / f"{first}-{last}"
         files = (folder / STAGE_FILE, (folder / STAGE_FILE).with_suffix(".bin"))
         if not all(file.exists() for file in files):
             read_splittable(manifest.file(MODEL_FILE)).write(first, last, folder)
-        stage = Stage.read(
-            files[0],
-            _stage_config(config, kv_bytes),
-            context_length=manifest.context_length,
-        )
+        stage = _read_stage(files[0], manifest, config, kv_bytes)
         return stage, measure_stage(stage)
 
     try:
@@ -87,7 +88,7 @@ async def open_stage(
         ) from error
 
 
-def measure_stage(stage: Stage) -> dict[str, float]:
+def measure_stage(stage: StageEngine) -> dict[str, float]:
     """As :func:`mesh.holdings.measure`, for a stage that nobody uses yet. Blocks."""
     length = min(PROBE_PROMPT, stage.context_length // 2)
     rng = np.random.default_rng(0)
@@ -117,6 +118,21 @@ def measure_stage(stage: Stage) -> dict[str, float]:
     return {"prefill_seconds": prefill / length, "decode_seconds": decode / PROBE_STEPS}
 
 
+def _read_stage(
+    path: Path, manifest: ModelManifest, config: NodeConfig, kv_bytes: int | None
+) -> StageEngine:
+    paged = _stage_config(config, kv_bytes)
+    if not _is_npu(paged.device):
+        return Stage.read(path, paged, context_length=manifest.context_length)
+    static = StaticConfig(paged.device, kv_bytes=paged.kv_bytes, cache=path.parent / COMPILED)
+    context = min(manifest.context_length, static.context)
+    return StaticStage.read(path, replace(static, context=context))
+
+
+def _is_npu(device: str) -> bool:
+    return device.split(".")[0] == "NPU"
+
+
 def _stage_config(config: NodeConfig, kv_bytes: int | None) -> StageConfig:
     device = devices.resolve(config.device)
     return StageConfig(device) if kv_bytes is None else StageConfig(device, kv_bytes=kv_bytes)
@@ -133,8 +149,16 @@ async def open_engine(
         return await GenaiTextEngine.open(
             manifest, config.device, GenaiOptions(sequences=config.slots, waiting=config.queue)
         )
+    paged = _stage_config(config, kv_bytes)
+    if _is_npu(paged.device):
+        raise GenerationError(
+            "invalid_value",
+            "an NPU runs ranges of layers only; serve the whole model as one: "
+            f"--stage {manifest.name}:0-{manifest.layers}",
+            param="device",
+        )
     return await StageTextEngine.open(
         manifest,
-        _stage_config(config, kv_bytes),
+        paged,
         EngineOptions(sequences=config.slots, waiting=config.queue),
     )
