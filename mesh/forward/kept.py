@@ -4,7 +4,8 @@ A client that streams gets a secret with its response; the serving side gets a k
 it, and so cannot know the secret. It records what it makes. When the link to the entry node is
 lost, the generation goes on and the record stays for :data:`KEEP_SECONDS`; another node that shows
 that its client has the secret is given the rest. When the entry node *says* that the response is
-not wanted any more, everything ends at once.
+not wanted any more, everything ends at once; and so it does when the entry node is back and had
+never gone, since it has found another way meanwhile.
 
 A proof is good for one asker and one holder, so who is asked in vain learns nothing that it could
 use elsewhere.
@@ -36,7 +37,7 @@ from mesh.forward.wire import (
     write_receipt,
 )
 from mesh.receipts import SignedReceipt
-from mesh.transport import Message, RemoteError, Request, Transport
+from mesh.transport import Link, Message, RemoteError, Request, Transport
 
 KEEP_SECONDS = 60.0  # without anybody who reads it
 MAX_EVENTS = 1 << 14  # of one response; a longer one is not kept
@@ -68,6 +69,7 @@ class Recording:
     assignment: Assignment
     request: GenerateRequest
     key: bytes
+    boot: bytes  # of the entry node's process
     stop: Callable[[], None]  # ends the generation
     events: list[TokenEvent] = field(default_factory=list)
     receipt: SignedReceipt | None = None
@@ -178,17 +180,17 @@ class KeptResponses:
 
     def begin(
         self,
-        entry: str,
+        entry: Link,
         assignment: Assignment,
         request: GenerateRequest,
         stop: Callable[[], None],
     ) -> Recording | None:
-        """Record a response, if its entry node wants that. Give it to :meth:`forget` at its end,
-        or to :meth:`keep`."""
+        """Record a response for the node at the end of the link ``entry``, if that wants it. Give
+        it to :meth:`forget` at its end, or to :meth:`keep`."""
         if assignment.keep is None:
             return None
-        recording = Recording(assignment, request, assignment.keep, stop)
-        self._recordings[entry, assignment.response] = recording
+        recording = Recording(assignment, request, assignment.keep, entry.peer_boot, stop)
+        self._recordings[entry.peer, assignment.response] = recording
         return recording
 
     def forget(self, entry: str, recording: Recording) -> None:
@@ -207,6 +209,17 @@ class KeptResponses:
             self._kept.remove(recording)
             recording.stop()
             self.forget(entry, recording)
+
+    def entry_lives(self, entry: Link) -> None:
+        """There is a link to a node again: end what it has lost and nobody has come for."""
+        for (peer, _), recording in self._recordings.items():
+            if (
+                (peer, recording.boot) == (entry.peer, entry.peer_boot)
+                and recording in self._kept
+                and not recording.readers
+                and not recording.over
+            ):
+                recording.scope.cancel()
 
     def _make_room(self) -> None:
         total = sum(len(recording.events) for recording in self._kept)

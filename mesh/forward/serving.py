@@ -33,7 +33,7 @@ from mesh.forward.wire import (
     write_receipt,
 )
 from mesh.identity import Identity
-from mesh.transport import Message, RemoteError, Request, Transport
+from mesh.transport import LinkUp, Message, RemoteError, Request, Transport
 
 _log = logging.getLogger(__name__)
 
@@ -84,11 +84,18 @@ class ForwardServer:
             self._nursery = nursery
             transport.serve_stream(KIND, self.handle)
             self.kept.serve(transport)
+            nursery.start_soon(self._watch_links, transport)
             try:
                 yield
             finally:
                 self._nursery = None
                 nursery.cancel_scope.cancel()
+
+    async def _watch_links(self, transport: Transport) -> None:
+        async with transport.events() as events:
+            async for event in events:
+                if isinstance(event, LinkUp):
+                    self.kept.entry_lives(event.link)
 
     async def leave(self, patience: float) -> None:
         """Take no new work, let running work end for ``patience`` seconds, then hand over the rest.
@@ -117,7 +124,7 @@ class ForwardServer:
         try:
             yield Message(BEAT)  # before anything that takes time
             execution, wanted, assignment = await self._admit(request)
-            record = self.kept.begin(request.peer, assignment, wanted, session.scope.cancel)
+            record = self.kept.begin(request.link, assignment, wanted, session.scope.cancel)
             # No buffer: an engine that is faster than the link waits for it.
             send, receive = trio.open_memory_channel[_Item](0)
             nursery.start_soon(_pump, execution, wanted, send, session.scope)

@@ -279,7 +279,7 @@ def eventually(holds: Callable[[], bool], seconds: float = 30.0) -> bool:
     while not holds():
         if time.monotonic() > end:
             return False
-        time.sleep(0.05)
+        time.sleep(0.2)
     return True
 
 

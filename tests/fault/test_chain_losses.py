@@ -159,7 +159,7 @@ class Unsuitable(Exception):
 
 
 def test_the_client_of_an_untouched_chain_sees_no_pause(mesh: Any, unbroken: Any) -> None:
-    long, tokens = unbroken(4 * TOKENS, SAMPLED), 4 * TOKENS
+    long, tokens = unbroken(3 * TOKENS, SAMPLED), 3 * TOKENS
     touched: list[str] = []
     other: list[Any] = []
     victims: list[str] = []  # who works for the first client only
@@ -192,11 +192,11 @@ def test_the_client_of_an_untouched_chain_sees_no_pause(mesh: Any, unbroken: Any
             killed.append(time.monotonic())
             mesh.nodes[victims[0]].process.kill()
 
-    heard = mesh.ask(10 * TOKENS, GREEDY, on_token)
+    heard = mesh.ask(6 * TOKENS, GREEDY, on_token)
     reader.join()
     mesh.nodes[victims[0]].stop()
     mesh.bring(victims[0])
-    assert heard.finish == "length" and len(heard.at) == 10 * TOKENS
+    assert heard.finish == "length" and len(heard.at) == 6 * TOKENS
     same(other[0], long)
     count = sum(at < killed[0] for at in other[0].at)
     calm, after = other[0].longest_pause(0, count), other[0].longest_pause(count - 1)
@@ -266,7 +266,7 @@ def test_a_drained_middle_stage_finishes_what_it_has(mesh: Any, unbroken: Any) -
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_node_that_is_told_to_stop_hands_over(mesh: Any, unbroken: Any, rank: int) -> None:
-    tokens = 400  # more than it has time for
+    tokens = 280  # more than it has time for
     told: list[float] = []
 
     def fault(workers: list[str]) -> None:
@@ -288,13 +288,13 @@ def test_a_node_that_is_told_to_stop_hands_over(mesh: Any, unbroken: Any, rank: 
 def test_the_entry_node_is_lost_and_the_rest_comes_from_another(
     mesh: Any, network: Any, unbroken: Any, tmp_path: Path
 ) -> None:
-    whole = unbroken(4 * TOKENS, SAMPLED)
+    whole = unbroken(3 * TOKENS, SAMPLED)
 
     def fault(workers: list[str]) -> None:
         mesh.entry.process.kill()
 
-    heard, workers = hurt(mesh, 20, 4 * TOKENS, SAMPLED, fault)
-    assert heard.finish is None and 20 <= heard.counted < 4 * TOKENS
+    heard, workers = hurt(mesh, 20, 3 * TOKENS, SAMPLED, fault)
+    assert heard.finish is None and 20 <= heard.counted < 3 * TOKENS
     mesh.read_rest(mesh.nodes[mesh.twin(workers[1])].api, heard)
     same(heard, whole)
     assert [name for name, *_ in mesh.named(heard)] == workers

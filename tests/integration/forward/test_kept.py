@@ -21,6 +21,7 @@ from mesh.receipts import Bundle, Expected, verify
 REQUEST = GenerateRequest(
     model="counting", prompt="count", max_tokens=60, sampling=SamplingParams(seed=3)
 )
+LONG = REQUEST.model_copy(update={"max_tokens": 100_000})
 KEY = kept.key_of("the secret")
 
 
@@ -139,12 +140,11 @@ def test_nothing_is_recorded_without_a_key(run: Any, start: Any) -> None:
 
 def test_it_is_kept_for_a_while_only(run: Any, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "KEEP_SECONDS", 0.5)
-    endless = REQUEST.model_copy(update={"max_tokens": 100_000})
 
     async def main(stack: AsyncExitStack) -> None:
         holder = await stack.enter_async_context(start("holder"))
         holder.engine.seconds_per_token = 0.01
-        await lose_entry(stack, start, holder, 5, endless)
+        await lose_entry(stack, start, holder, 5, LONG)
         await until(lambda: holder.server.kept._kept)
         assert holder.engine.running == 1
         # While somebody reads, it goes on.
@@ -160,6 +160,25 @@ def test_it_is_kept_for_a_while_only(run: Any, start: Any, monkeypatch: pytest.M
         assert not holder.server.kept._recordings
         with pytest.raises(NotKept):
             await look(holder, 5)
+
+    run(main)
+
+
+def test_an_entry_node_that_comes_back_alive_wants_it_no_more(run: Any, start: Any) -> None:
+    async def main(stack: AsyncExitStack) -> None:
+        holder = await stack.enter_async_context(start("holder"))
+        holder.engine.seconds_per_token = 0.01
+        entry = await stack.enter_async_context(start("entry"))
+        entry.routes = [holder]
+        with pytest.raises(GenerationError):
+            async with aclosing(answer(LONG, "r", entry.around, keep=KEY)) as events:
+                async for event in events:
+                    if isinstance(event, TokenEvent) and event.token_id == LONG.sampling.seed * 3:
+                        entry.transport.link(holder.peer).down("the network is gone")
+        await until(lambda: holder.server.kept._kept)
+        assert holder.engine.running == 1
+        await entry.transport.link_to(holder.peer, holder.addresses)
+        await until(lambda: holder.engine.running == 0)
 
     run(main)
 
