@@ -49,7 +49,7 @@ def test_a_port_that_is_taken(network: Any) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert "port taken" in fails(network, "late", 4, "--api", address)
+        assert "port taken" in fails(network, "late-api", 4, "--api", address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -69,9 +69,9 @@ def test_a_missing_model(network: Any) -> None:
 def test_a_missing_device_or_layer(network: Any, demo_model: Any) -> None:
     models = ("--models", str(demo_model.path.parent))
     name = demo_model.name
-    line = fails(network, "poor", 5, *models, "--model", name, "--device", "GPU")
+    line = fails(network, "no-gpu", 5, *models, "--model", name, "--device", "GPU")
     assert "no GPU" in line and "CPU" in line
-    assert "30 layers" in fails(network, "poor", 5, *models, "--stage", f"{name}:20-40")
+    assert "30 layers" in fails(network, "no-layers", 5, *models, "--stage", f"{name}:20-40")
 
 
 @pytest.mark.slow
