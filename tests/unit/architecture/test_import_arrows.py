@@ -20,6 +20,8 @@ FORBIDDEN = {
     ),
     "mesh/gossip": ("mesh.routing", "mesh.forward", "mesh.relay", "mesh.api", "mesh.node"),
     "mesh/routing": ("mesh.forward", "mesh.relay", "mesh.api", "mesh.node", "mesh.transport"),
+    "mesh/admission": ("mesh.forward", "mesh.relay", "mesh.api", "mesh.node", "mesh.cli"),
+    "mesh/models": ("mesh.forward", "mesh.relay", "mesh.api", "mesh.node", "mesh.cli"),
     "mesh/forward": ("mesh.api", "mesh.node", "mesh.cli"),
     "mesh/relay": ("mesh.api", "mesh.node", "mesh.cli"),
     "mesh/receipts": ("mesh.transport", "mesh.gossip", "mesh.forward", "mesh.api", "mesh.node"),
