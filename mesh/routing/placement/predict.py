@@ -19,7 +19,7 @@ OUTPUT = 256
 CHUNK = 64  # tokens of a prompt that go through a chain together
 STEP = 0.0008  # s that a stage adds to any step: its thread, the tables, sampling
 HOP = 0.0015  # s of both sides' CPU for a frame, besides the network
-VALUE_BYTES = 2  # activations travel as f16
+VALUE_BYTES = 4  # activations cross as f32
 
 
 @dataclass(frozen=True, slots=True)
