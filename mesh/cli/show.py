@@ -117,7 +117,8 @@ def _print_rows(
     for row in rows:
         # Text, not markup: names and addresses come from other machines.
         table.add_row(*(Text(_cell(row.get(column))) for column in columns))
-    Console().print(table)
+    # Into a pipe or a log there is no width to keep to.
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
     return Exit.OK
 
 
