@@ -147,6 +147,7 @@ class Transport:
         transport = cls(config, identity, trust)
         unhook = trust.on_revocation(lambda _: transport.recheck(time.time()))
         failure: Exception | None = None
+        left = False
         try:
             async with trio.open_nursery() as nursery:
                 await nursery.start(transport._quic.endpoint.run)
@@ -165,6 +166,13 @@ class Transport:
                         except Exception as error:
                             failure = error  # raised below, outside of five nested nurseries
                         transport._links.shut()
+                        left = True
+                except* RuntimeError as closing:
+                    # Tasks of py-libp2p that read what peers still send start others meanwhile,
+                    # in a nursery that is closing.
+                    if not left:
+                        raise
+                    logger.debug("while closing: %s", closing.exceptions)
                 finally:
                     transport._links.nursery = None
                     with trio.CancelScope(shield=True), trio.move_on_after(2):

@@ -137,7 +137,8 @@ class Mesh:
 
     def flags(self, name: str) -> list[str]:
         stage = f"{self.model.name}:{self.ranges[self.stages[name]]}"
-        return ["--stage", stage, "--peer", self.entry.listen]
+        # One session fills a node, so that a second one goes to others where there are any.
+        return ["--stage", stage, "--slots", "1", "--peer", self.entry.listen]
 
     def bring_far(self, name: str) -> None:
         """Start a node that reaches the others, and is reached, on paths of its own only."""
