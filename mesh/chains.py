@@ -34,6 +34,8 @@ class StagedModel:
 class Chains:
     """Makes a chain when a route first asks for it and drops it when it is of no use any more.
 
+    A chain that was mended has another route than it was made for, and is from then on the chain
+    of that route: a request goes over the nodes that were chosen for it, unless they are lost.
     ``on_load`` is called when a session of any chain starts or ends.
     """
 
@@ -56,7 +58,7 @@ class Chains:
         self._activations: Encoding = activations
         self._on_load = on_load
         self._models: dict[str, StagedModel] = {}
-        self._generators: dict[tuple[str, tuple[ChainHop, ...]], ChainGenerator] = {}
+        self._generators: list[ChainGenerator] = []
 
     def add_model(self, model: StagedModel) -> None:
         self._models[model.manifest.digest] = model
@@ -65,7 +67,7 @@ class Chains:
         """``(active, waiting)`` sessions of a stage that is loaded here, whoever their head is."""
         host = self._relay.host(digest, first, last)
         active = 0 if host is None else sum(len(c.sessions) for c in host.table.chains.values())
-        heads = [g.head for (model, _), g in self._generators.items() if model == digest]
+        heads = [g.head for g in self._generators if g.model.digest == digest]
         waiting = sum(head.waiting for head in heads if head.route[0].first == first)
         return active, waiting
 
@@ -87,10 +89,12 @@ class Chains:
         return StagedRun(generator, staged.manifest, tuple(hops), self._serial)
 
     def _generator(self, staged: StagedModel, hops: tuple[ChainHop, ...]) -> ChainGenerator:
-        key = staged.manifest.digest, hops
-        generator = self._generators.get(key)
-        if generator is not None and not generator.head.failed:
-            return generator
+        route = tuple(Hop(PeerId(hop.peer), hop.first, hop.last) for hop in hops)
+        for generator in self._generators:
+            head = generator.head
+            mine = generator.model.digest == staged.manifest.digest and head.route == route
+            if mine and head.whole:
+                return generator
         self._drop_idle()
         if len(self._generators) >= MAX_CHAINS:
             raise GenerationError("overloaded", "this node heads too many chains", retry_after=1.0)
@@ -99,7 +103,7 @@ class Chains:
                 self._relay,
                 staged.manifest.digest,
                 staged.manifest.layers,
-                [Hop(PeerId(hop.peer), hop.first, hop.last) for hop in hops],
+                route,
                 spare=self._spare,
                 slots=self._slots,
                 queue=self._queue,
@@ -109,16 +113,16 @@ class Chains:
         except ValueError as error:
             raise GenerationError("node_lost", f"this chain cannot be: {error}") from error
         generator = ChainGenerator(head, staged.manifest, staged.tokenizer)
-        self._generators[key] = generator
+        self._generators.append(generator)
         return generator
 
     def _drop_idle(self) -> None:
-        """Chains that have failed, and one that nobody uses when there are too many."""
-        for key, generator in list(self._generators.items()):
+        """Chains that are not whole, and those that nobody uses when there are too many."""
+        for generator in list(self._generators):
             full = len(self._generators) >= MAX_CHAINS
-            if generator.head.idle and (generator.head.failed or full):
+            if generator.head.idle and (full or not generator.head.whole):
                 generator.head.close()
-                del self._generators[key]
+                self._generators.remove(generator)
 
     def _spare(
         self, digest: str, first: int, last: int, unwanted: frozenset[PeerId]

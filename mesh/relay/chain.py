@@ -132,6 +132,11 @@ class ChainHead:
         return self._failure is not None
 
     @property
+    def whole(self) -> bool:
+        """It runs on its route as that stands: nothing has failed or is lost and not replaced."""
+        return self._failure is None and not self._mender.lost
+
+    @property
     def idle(self) -> bool:
         return not self._sessions and not self._entering
 
@@ -303,10 +308,13 @@ class ChainHead:
             spent = self._sessions[number].spent
             for rank, seconds in enumerate(message.spent[: len(spent)]):
                 spent[rank] += seconds
+        drawn = []
         for sampled in message.sampled:
             if self._schedule.expects(sampled.session, sampled.position):
-                self._take(self._sessions[sampled.session], sampled)
+                drawn.append(self._sessions[sampled.session])
+                self._take(drawn[-1], sampled)
         self._pump()
+        self._host.when_computing(partial(_wake, drawn))
 
     def _take(self, session: HeadSession, sampled: Sampled) -> None:
         token = sampled.token
@@ -319,7 +327,7 @@ class ChainHead:
         elif len(session.tokens) >= session.length:
             reason = "length"
         top = tuple((item.token, item.logprob) for item in sampled.top)
-        session.put(Drawn(token, sampled.logprob, top, reason))
+        session.outcomes.append(Drawn(token, sampled.logprob, top, reason))
         if reason is not None:
             self.end(session)
             return
@@ -443,6 +451,11 @@ class ChainHead:
             if not session.ended:
                 self._leave(session, tell=False)
                 self._relay.spawn(self._enter_again, session, None)
+
+
+def _wake(sessions: Sequence[HeadSession]) -> None:
+    for session in sessions:
+        session.changed.set()
 
 
 def _as_error(refusal: Refusal) -> GenerationError:

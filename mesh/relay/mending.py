@@ -69,6 +69,11 @@ class Mender:
     def steady(self) -> bool:
         return self._steady.is_set()
 
+    @property
+    def lost(self) -> bool:
+        """Somebody in the ring is lost, and nobody has taken over yet."""
+        return bool(self._gone & self._ring.peers)
+
     async def wait_steady(self) -> None:
         """Wait until the ring is whole; what was lost while nobody needed it is mended first."""
         if self._gone:

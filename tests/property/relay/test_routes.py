@@ -1,0 +1,93 @@
+"""The chains that one node is the head of, as they are mended and asked for again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+
+from inference.generation import GenerateRequest
+from mesh.chains import Chains, StagedModel
+from mesh.forward.wire import ChainHop
+
+DIGEST = "d" * 64
+REQUEST = GenerateRequest(model="m", prompt_tokens=tuple(range(20)), max_tokens=12, ignore_eos=True)
+
+
+def view_of(world: Any) -> Callable[[], Any]:
+    def place(peer: Any) -> Any:
+        node = SimpleNamespace(peer=peer, load_of=lambda _: SimpleNamespace(active=0))
+        return SimpleNamespace(holding=world.stages[peer].range, node=node)
+
+    def view() -> Any:
+        stages = [place(peer) for peer in world.stages if peer not in world.dead]
+        return SimpleNamespace(models=[SimpleNamespace(digest=DIGEST, stages=stages)], nodes={})
+
+    return view
+
+
+class Heads:
+    """Chains of a world's first node, over stages whose names say which layers they hold."""
+
+    def __init__(self, world: Any, authority: Any) -> None:
+        self.world = world
+        self.chains = Chains(
+            world.relays[next(iter(world.stages))],
+            authority.identity("head"),
+            view=view_of(world),
+            slots=4,
+            queue=4,
+            activations="f32",
+            on_load=lambda: None,
+        )
+        manifest: Any = SimpleNamespace(
+            name="m", digest=DIGEST, layers=8, context_length=512, vocabulary_size=64
+        )
+        tokenizer: Any = SimpleNamespace(decode=lambda ids: "x" * len(ids), eos_token_ids=())
+        self.chains.add_model(StagedModel(manifest, tokenizer))
+
+    async def ask(self, *route: Any, at: Callable[[int], None] = lambda _: None) -> list[Any]:
+        """Who worked, in the order of the layers and then of the tokens."""
+        ranges = [(peer, self.world.stages[peer].range) for peer in route]
+        hops = [ChainHop(peer=peer, first=r.first, last=r.last) for peer, r in ranges]
+        run = self.chains.run("m", DIGEST, hops)
+        made = 0
+        async for event in run.generate(REQUEST):
+            made += event.token_id is not None
+            at(made)
+        return [part.peer for part in run.parts((0, made))]
+
+
+@pytest.mark.parametrize("when", ["busy", "idle"])
+def test_a_request_goes_over_the_nodes_that_were_chosen_for_it(
+    toys: Any, authority: Any, when: str
+) -> None:
+    """Also when a chain over them was mended before, and the node that was lost is back."""
+
+    async def main() -> None:
+        async with toys.open_world() as world:
+            head = await world.add("head", 0, 2, 8)
+            one, other = [await world.add(name, 2, 6, 8) for name in ("one", "other")]
+            tail = await world.add("end", 6, 8, 8)
+            heads = Heads(world, authority)
+            assert await heads.ask(head, one, tail) == [head, one, tail]
+
+            def lose(made: int) -> None:
+                if made == 4:
+                    world.cut(head, one)
+
+            if when == "busy":
+                assert await heads.ask(head, one, tail, at=lose) == [head, one, other, tail]
+            else:
+                world.cut(head, one)
+            assert await heads.ask(head, other, tail) == [head, other, tail]
+            assert await heads.ask(head, one, tail) == [head, other, tail]  # it is still away
+            world.cuts.clear()
+            assert await heads.ask(head, one, tail) == [head, one, tail]
+            assert await heads.ask(head, other, tail) == [head, other, tail]
+            await world.empty()
+
+    trio.run(main)
