@@ -7,6 +7,7 @@ a transformed model cannot be read back from disk.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -123,15 +124,25 @@ class PagedModel:
             self._caches[name] = cache
             self._request.set_tensor(name, cache)
 
-    def infer(self, feed: dict[str, NDArray[Any]]) -> NDArray[Any]:
+    def infer(
+        self, feed: dict[str, NDArray[Any]], meanwhile: Callable[[], None] | None = None
+    ) -> NDArray[Any]:
         """Run one batch. Every array must be contiguous and of the right type: nothing is checked.
 
-        Returns the output as ``[rows, width]``: memory of the runtime, valid until the next call.
+        ``meanwhile`` is called while the runtime computes. Returns the output as ``[rows, width]``:
+        memory of the runtime, valid until the next call.
         """
         request = self._request
         for name in self._names:
             request.set_tensor(name, ov.Tensor(feed[name], shared_memory=True))
-        request.infer()
+        if meanwhile is None:
+            request.infer()
+        else:
+            request.start_async()
+            try:
+                meanwhile()
+            finally:
+                request.wait()
         output: NDArray[Any] = request.get_output_tensor(0).data
         return output.reshape(-1, self.width)
 

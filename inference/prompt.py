@@ -22,7 +22,7 @@ def prompt_tokens(
     param = "prompt"
     if request.prompt_tokens is not None:
         tokens = list(request.prompt_tokens)
-        check_ids(tokens, vocabulary, param)
+        _check_ids(tokens, vocabulary, param)
     elif request.messages is not None:
         param = "messages"
         # The template writes all that the model expects around a chat.
@@ -43,7 +43,14 @@ def prompt_tokens(
     return tokens
 
 
-def check_ids(ids: Sequence[int], vocabulary: int, param: str) -> None:
+def check_request(request: GenerateRequest, vocabulary: int) -> None:
+    """Raise :class:`GenerationError` when a request names, beside its prompt, a token that the
+    model does not have."""
+    _check_ids(request.resume, vocabulary, "resume")
+    _check_ids(list(request.sampling.logit_bias), vocabulary, "logit_bias")
+
+
+def _check_ids(ids: Sequence[int], vocabulary: int, param: str) -> None:
     """Raise :class:`GenerationError` when ``ids`` has one that the model does not have.
 
     The runtime would read past its tables.

@@ -20,7 +20,7 @@ Calls block and must come from one thread at a time: an engine gives each stage 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -218,8 +218,8 @@ class Stage:
             return StageRefusal("out_of_blocks", f"no KV blocks for session {session}", session)
         return None
 
-    def step(self, batch: StepBatch) -> NDArray[Any]:
-        """Run a batch.
+    def step(self, batch: StepBatch, meanwhile: Callable[[], None] | None = None) -> NDArray[Any]:
+        """Run a batch; ``meanwhile`` is called while the runtime computes.
 
         Returns hidden states ``[tokens, hidden]``, or on the last stage logits f32
         ``[len(sampled), vocabulary]``: memory of the runtime, valid until the next step. With
@@ -258,7 +258,8 @@ class Stage:
                 "block_indices_begins": block_begins,
                 "max_context_len": np.array(int((pasts + np.diff(begins)).max()), np.int32),
                 SAMPLED_ROWS: np.array(sampled, np.int64),
-            }
+            },
+            meanwhile,
         )
         return output[: len(batch.sampled)] if self.range.is_last else output
 

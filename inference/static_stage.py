@@ -15,7 +15,7 @@ like the paged stage. It has not run on an NPU: f16 arithmetic there will make i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,8 +143,8 @@ class StaticStage:
         """Tokens of the session that this stage has seen."""
         return self._sessions[session].length
 
-    def step(self, batch: StepBatch) -> NDArray[Any]:
-        """Run a batch, one session after the other.
+    def step(self, batch: StepBatch, meanwhile: Callable[[], None] | None = None) -> NDArray[Any]:
+        """Run a batch, one session after the other; ``meanwhile`` is called before the first.
 
         Returns hidden states ``[tokens, hidden]``, or on the last stage logits f32
         ``[len(sampled), vocabulary]``. Raises :class:`StageRefusal`; then nothing was changed.
@@ -153,6 +153,8 @@ class StaticStage:
         rows = checked_rows(
             batch, self.range, self.hidden, self._vocabulary, self._single.input_dtype
         )
+        if meanwhile is not None:
+            meanwhile()
         is_last = self.range.is_last
         sampled = {row: number for number, row in enumerate(batch.sampled)}
         output = np.empty((len(sampled) if is_last else len(rows), self.width), np.float32)

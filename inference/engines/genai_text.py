@@ -31,17 +31,10 @@ from inference.engines.genai_worker import (
     Started,
 )
 from inference.errors import GenerationError
-from inference.generation import (
-    Finish,
-    FinishReason,
-    GenerateRequest,
-    SamplingParams,
-    TokenEvent,
-    TokenLogprob,
-)
-from inference.prompt import check_ids, prompt_tokens
+from inference.generation import GenerateRequest, SamplingParams, TokenEvent
+from inference.output import Output
+from inference.prompt import check_request, prompt_tokens
 from inference.store.manifest import ModelManifest
-from inference.text import TextStream
 from inference.tokenizer import Tokenizer
 
 # Tokens per KV block, as the plugins lay them out.
@@ -62,15 +55,14 @@ class GenaiOptions:
 
 @dataclass(slots=True)
 class _Session:
-    """A request under way. Times are in seconds of ``time.monotonic``."""
+    """A request under way. Times are in seconds of ``time.monotonic``; 0: not yet."""
 
     job: Job
     prompt: int
-    produced: int
     outcomes: trio.MemorySendChannel[Outcome]
     asked: float = field(default_factory=time.monotonic)
-    started: float | None = None
-    first_token: float | None = None
+    started: float = 0.0
+    first_token: float = 0.0
     ended: bool = False
 
 
@@ -160,7 +152,7 @@ class GenaiTextEngine:
         return self._context
 
     def load(self) -> Load:
-        active = sum(1 for session in self._sessions.values() if session.started is not None)
+        active = sum(1 for session in self._sessions.values() if session.started)
         return Load(
             active=active,
             waiting=len(self._sessions) - active,
@@ -180,16 +172,14 @@ class GenaiTextEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
         """See :class:`inference.generation.Generator`."""
         _check_sampling(request.sampling)
-        check_ids(request.resume, self._model.vocabulary_size, "resume")
+        check_request(request, self._model.vocabulary_size)
+        output = Output(request, self._tokenizer)
         prompt = await trio.to_thread.run_sync(self._prompt, request)
-        text = TextStream(self._tokenizer.decode, request.stop)
-        for token in request.resume:
-            text.feed(token)  # the client has this text
-        session, outcomes = self._open_session(request, prompt)
-        if (reason := _already(request, text, session)) is not None:
+        session, outcomes = self._open_session(request, prompt, output.ends)
+        room = session.job.length + len(request.resume)
+        if (reason := output.nothing_left(room)) is not None:
             # The lost generation was complete but for saying so.
-            rest = text.finish()
-            yield TokenEvent(token_id=None, text=rest, finish=_finish(session, reason))
+            yield output.end(reason, session, time.monotonic())
             return
         self._submit(session)
         try:
@@ -197,7 +187,12 @@ class GenaiTextEngine:
                 if isinstance(outcome, Failed):
                     raise outcome.error
                 if isinstance(outcome, Drawn):
-                    event = self._event(outcome, text, session)
+                    now = time.monotonic()
+                    session.first_token = session.first_token or now
+                    logprob = outcome.logprob if session.job.logprobs else None
+                    event = output.event(
+                        outcome.token_id, outcome.reason, session, now, logprob=logprob
+                    )
                     yield event
                     if event.finish is not None:
                         return
@@ -213,18 +208,18 @@ class GenaiTextEngine:
         )
 
     def _open_session(
-        self, request: GenerateRequest, prompt: list[int]
+        self, request: GenerateRequest, prompt: list[int], ends: frozenset[int]
     ) -> tuple[_Session, trio.MemoryReceiveChannel[Outcome]]:
         send, receive = trio.open_memory_channel[Outcome](math.inf)  # at most max_tokens of them
         job = Job(
             session=next(self._ids),
             tokens=[*prompt, *request.resume],
             length=(request.max_tokens or self._context - len(prompt)) - len(request.resume),
-            ends=frozenset() if request.ignore_eos else self._tokenizer.eos_token_ids,
+            ends=ends,
             repetition_penalty=request.sampling.repetition_penalty,
             logprobs=request.sampling.logprobs is not None,
         )
-        return _Session(job, len(prompt), len(request.resume), send), receive
+        return _Session(job, len(prompt), send), receive
 
     def _submit(self, session: _Session) -> None:
         if self._worker is None:
@@ -245,7 +240,7 @@ class GenaiTextEngine:
         del self._sessions[session.job.session]
         if not session.ended and self._worker is not None:
             self._worker.cancel(session.job.session)
-        if session.started is not None:
+        if session.started:
             taken = time.monotonic() - session.started
             self._usual_seconds += (taken - self._usual_seconds) / 8
         self._tell_load()
@@ -275,29 +270,6 @@ class GenaiTextEngine:
         for listener in self._listeners:
             listener(self.load())
 
-    def _event(self, drawn: Drawn, text: TextStream, session: _Session) -> TokenEvent:
-        session.produced += 1
-        if session.first_token is None:
-            session.first_token = time.monotonic()
-        reason = drawn.reason
-        fresh = text.feed(drawn.token_id)
-        if text.stopped:
-            reason = "stop"
-        elif reason is not None:
-            fresh += text.finish()
-        logprob = None
-        if session.job.logprobs:
-            piece = self._tokenizer.piece(drawn.token_id).decode("utf-8", "replace")
-            logprob = TokenLogprob(
-                token_id=drawn.token_id, token=piece[:4096], logprob=drawn.logprob
-            )
-        return TokenEvent(
-            token_id=drawn.token_id,
-            text=fresh,
-            logprob=logprob,
-            finish=None if reason is None else _finish(session, reason),
-        )
-
 
 def _check_sampling(sampling: SamplingParams) -> None:
     """Refuse what the runtime cannot do as asked.
@@ -318,24 +290,3 @@ def _check_sampling(sampling: SamplingParams) -> None:
                 f"{param} {problem}: the engine of this model generates greedily",
                 param=param,
             )
-
-
-def _already(request: GenerateRequest, text: TextStream, session: _Session) -> FinishReason | None:
-    """Why a resumed generation has nothing left to compute, if so."""
-    if text.stopped or not session.job.ends.isdisjoint(request.resume):
-        return "stop"
-    return "length" if session.job.length <= 0 else None
-
-
-def _finish(session: _Session, reason: FinishReason) -> Finish:
-    now = time.monotonic()
-    started = session.started if session.started is not None else now
-    first = session.first_token if session.first_token is not None else now
-    return Finish(
-        reason=reason,
-        prompt_tokens=session.prompt,
-        completion_tokens=session.produced,
-        queue_seconds=max(0.0, started - session.asked),
-        prefill_seconds=max(0.0, first - started),
-        decode_seconds=max(0.0, now - first),
-    )

@@ -21,25 +21,18 @@ import trio
 
 from inference.batching import Limits
 from inference.engines import Load, LoadListener
-from inference.engines.stage_worker import Drawn, Failed, Job, Occupancy, Outcome, StageWorker
+from inference.engines.stage_worker import Failed, Job, Occupancy, Outcome, StageWorker
 from inference.errors import GenerationError
-from inference.generation import (
-    Finish,
-    FinishReason,
-    GenerateRequest,
-    TokenEvent,
-    TokenLogprob,
-)
+from inference.generation import GenerateRequest, TokenEvent
+from inference.output import Output
 from inference.paged import StageConfig, UnsupportedModel
-from inference.prompt import check_ids, prompt_tokens
+from inference.prompt import check_request, prompt_tokens
 from inference.sampling import Sampler
 from inference.stage import Stage
 from inference.store.manifest import ModelManifest
-from inference.text import TextStream
 from inference.tokenizer import Tokenizer
 
 MODEL_FILE = "openvino_model.xml"
-_LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,35 +148,34 @@ class StageTextEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
         """See :class:`inference.generation.Generator`."""
-        job = await self._prepare(request)
-        text = TextStream(self._tokenizer.decode, request.stop)
-        for token in request.resume:
-            if token in job.ends:
-                break
-            text.feed(token)  # its text is already with the client
-        ended = _ended(job, text)
-        if ended is not None:
-            rest = "" if text.stopped else text.finish()
-            yield TokenEvent(token_id=None, text=rest, finish=_finish(job, ended, job.produced))
+        output = Output(request, self._tokenizer)
+        job = await self._prepare(request, output.ends)
+        if (reason := output.nothing_left(job.length - job.prompt)) is not None:
+            yield output.end(reason, job, time.monotonic())
             return
         outcomes = self._submit(job)
-        produced = len(request.resume)
         try:
             async for outcome in outcomes:
                 if isinstance(outcome, Failed):
                     raise outcome.error
-                produced += 1
-                event = self._event(outcome, text, job, produced)
+                event = output.event(
+                    outcome.token_id,
+                    outcome.reason,
+                    job,
+                    time.monotonic(),
+                    logprob=outcome.logprob,
+                    top=outcome.top,
+                    cached=job.cached,
+                )
                 yield event
                 if event.finish is not None:
                     return
         finally:
             self._release(job.session)
 
-    async def _prepare(self, request: GenerateRequest) -> Job:
+    async def _prepare(self, request: GenerateRequest, ends: frozenset[int]) -> Job:
         """Check the request and turn it into tokens. Raises :class:`GenerationError`."""
-        check_ids(request.resume, self._vocabulary, "resume")
-        check_ids(list(request.sampling.logit_bias), self._vocabulary, "logit_bias")
+        check_request(request, self._vocabulary)
         prompt = await trio.to_thread.run_sync(self._tokenize, request)
         length = len(prompt) + request.max_tokens if request.max_tokens else self._context
         sampler = Sampler(request.sampling, prompt)
@@ -194,7 +186,7 @@ class StageTextEngine:
             tokens=[*prompt, *request.resume],
             prompt=len(prompt),
             length=length,
-            ends=frozenset() if request.ignore_eos else self._tokenizer.eos_token_ids,
+            ends=ends,
             sampler=sampler,
         )
 
@@ -247,51 +239,3 @@ class StageTextEngine:
     def _tell_load(self) -> None:
         for listener in self._listeners:
             listener(self.load())
-
-    def _event(self, drawn: Drawn, text: TextStream, job: Job, produced: int) -> TokenEvent:
-        reason = drawn.reason
-        # A token that ends the output is none of its text.
-        fresh = "" if reason == "stop" else text.feed(drawn.token_id)
-        if reason is not None and not text.stopped:
-            fresh += text.finish()
-        if text.stopped:
-            reason = "stop"
-        return TokenEvent(
-            token_id=drawn.token_id,
-            text=fresh,
-            logprob=(
-                None
-                if drawn.logprob is None
-                else self._token_logprob(drawn.token_id, drawn.logprob)
-            ),
-            top_logprobs=tuple(self._token_logprob(*pair) for pair in drawn.top),
-            finish=None if reason is None else _finish(job, reason, produced),
-        )
-
-    def _token_logprob(self, token_id: int, logprob: float) -> TokenLogprob:
-        piece = self._tokenizer.piece(token_id).decode("utf-8", "replace")
-        return TokenLogprob(
-            token_id=token_id, token=piece[:4096], logprob=max(logprob, _LEAST_LOGPROB)
-        )
-
-
-def _ended(job: Job, text: TextStream) -> FinishReason | None:
-    """Why a resumed generation has nothing left to do, if so."""
-    if text.stopped or not job.ends.isdisjoint(job.tokens[job.prompt :]):
-        return "stop"
-    return "length" if len(job.tokens) >= job.length else None
-
-
-def _finish(job: Job, reason: FinishReason, produced: int) -> Finish:
-    now = time.monotonic()
-    started = job.started or now
-    first_token = job.first_token or now
-    return Finish(
-        reason=reason,
-        prompt_tokens=job.prompt,
-        completion_tokens=produced,
-        cached_tokens=job.cached,
-        queue_seconds=max(0.0, started - job.asked),
-        prefill_seconds=max(0.0, first_token - started),
-        decode_seconds=max(0.0, now - first_token),
-    )

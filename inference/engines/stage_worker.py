@@ -199,13 +199,13 @@ class StageWorker:
                 sampled.append(len(tokens) - 1)
                 jobs.append(job)
         rows: NDArray[Any] = np.array(tokens, np.int64)
-        # What the step before gave goes out only now: whoever takes it works while the runtime
-        # computes and has let go of the interpreter, not while this thread wants it.
-        self._report()
         began = time.perf_counter()
         for stage in self._stages:
             wanted = sampled if stage.range.is_last else ()
-            rows = stage.step(StepBatch(parts, rows, wanted))
+            # What the step before gave goes out only while the runtime computes: whoever takes it
+            # does not work then while this thread wants the interpreter.
+            meanwhile = self._report if stage is self._stages[0] else None
+            rows = stage.step(StepBatch(parts, rows, wanted), meanwhile)
         inferring = time.perf_counter() - began
         drawn = sample(rows, [job.sampler for job in jobs], [job.produced for job in jobs])
         now = time.monotonic()

@@ -7,7 +7,7 @@ the others.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,7 +40,9 @@ class StageEngine(Protocol):
     def __contains__(self, session: int) -> bool: ...
     def open(self, session: int, prompt: int | None = None) -> None: ...
     def close(self, session: int) -> None: ...
-    def step(self, batch: StepBatch) -> NDArray[Any]: ...
+    def step(
+        self, batch: StepBatch, meanwhile: Callable[[], None] | None = None
+    ) -> NDArray[Any]: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -97,8 +99,8 @@ class Computer:
         """A session was rewound: what its sampler has counted is counted again from its history."""
         self._samplers.pop(key, None)
 
-    def step(self, frames: list[Frame]) -> Result:
-        """Run one step; blocks."""
+    def step(self, frames: list[Frame], meanwhile: Callable[[], None] | None = None) -> Result:
+        """Run one step; blocks. ``meanwhile`` is called while the runtime computes."""
         started = time.perf_counter()
         entries = [entry for frame in frames for entry in frame.rows]
         values = [frame.values for frame in frames]
@@ -112,7 +114,8 @@ class Computer:
                 for session, _ in entries:
                     if session.key not in self._stage:
                         self._stage.open(session.key, session.prompt)
-                output = self._stage.step(StepBatch(parts, batch, [at for at, _, _ in sampled]))
+                step = StepBatch(parts, batch, [at for at, _, _ in sampled])
+                output = self._stage.step(step, meanwhile)
                 break
             except StageRefusal as refusal:
                 found = (

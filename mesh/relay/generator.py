@@ -12,22 +12,14 @@ from dataclasses import dataclass
 import trio
 
 from inference.engines import Load
-from inference.errors import GenerationError
-from inference.generation import (
-    Finish,
-    FinishReason,
-    GenerateRequest,
-    TokenEvent,
-    TokenLogprob,
-)
+from inference.generation import GenerateRequest, TokenEvent
+from inference.output import Output
+from inference.prompt import check_request, prompt_tokens
 from inference.store.manifest import ModelManifest
-from inference.text import TextStream
 from inference.tokenizer import Tokenizer
 from mesh.relay.chain import ChainHead
 from mesh.relay.ring import Hop, Route
-from mesh.relay.session_state import Drawn, HeadSession
-
-_LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
+from mesh.relay.session_state import HeadSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +38,7 @@ class ChainGenerator:
     def __init__(self, head: ChainHead, model: ModelManifest, tokenizer: Tokenizer) -> None:
         self.head = head
         self.model = model
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.context_length = min(model.context_length, head.context_length)
 
     def load(self) -> Load:
@@ -65,52 +57,17 @@ class ChainGenerator:
         """One generation whose course can be asked for afterwards."""
         return ChainRun(self)
 
-    async def prepare(self, request: GenerateRequest) -> list[int]:
+    async def prompt(self, request: GenerateRequest) -> list[int]:
         """The prompt's token ids. Raises :class:`GenerationError` for what cannot be run."""
-        prompt = await trio.to_thread.run_sync(self._tokenize, request)
-        self._check_ids(prompt, "prompt_tokens")
-        self._check_ids(request.resume, "resume")
-        self._check_ids(list(request.sampling.logit_bias), "logit_bias")
-        if not prompt:
-            raise GenerationError("invalid_value", "the prompt has no tokens", param="prompt")
-        wanted = request.max_tokens or 1
-        if len(prompt) + wanted > self.context_length:
-            raise GenerationError(
-                "context_length_exceeded",
-                f"this model's context is {self.context_length} tokens here; the prompt has "
-                f"{len(prompt)} and max_tokens asks for {wanted}",
-                param="max_tokens" if request.max_tokens else "messages",
-            )
-        return prompt
+        check_request(request, self.model.vocabulary_size)
+        return await trio.to_thread.run_sync(self._tokenize, request)
 
     def _tokenize(self, request: GenerateRequest) -> list[int]:
-        if request.prompt_tokens is not None:
-            return list(request.prompt_tokens)
-        if request.messages is not None:
-            # The template writes what the model expects around a chat.
-            chat = self._tokenizer.apply_chat_template(request.messages)
-            return self._tokenizer.encode(chat, special=False)
-        return self._tokenizer.encode(request.prompt or "")
-
-    def _check_ids(self, ids: Sequence[int], param: str) -> None:
-        if ids and max(ids) >= self.model.vocabulary_size:
-            raise GenerationError(
-                "invalid_value",
-                f"{param} has token {max(ids)}; the vocabulary has {self.model.vocabulary_size}",
-                param=param,
-            )
-
-    def text(self, stop: Sequence[str]) -> TextStream:
-        return TextStream(self._tokenizer.decode, stop)
-
-    def ends(self, request: GenerateRequest) -> frozenset[int]:
-        """Token ids that end the output."""
-        return frozenset() if request.ignore_eos else self._tokenizer.eos_token_ids
-
-    def token_logprob(self, token_id: int, logprob: float) -> TokenLogprob:
-        piece = self._tokenizer.piece(token_id).decode("utf-8", "replace")
-        return TokenLogprob(
-            token_id=token_id, token=piece[:4096], logprob=max(logprob, _LEAST_LOGPROB)
+        return prompt_tokens(
+            request,
+            self.tokenizer,
+            vocabulary=self.model.vocabulary_size,
+            context=self.context_length,
         )
 
 
@@ -150,79 +107,34 @@ class ChainRun:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
         """See :class:`inference.generation.Generator`."""
         chain = self._chain
-        prompt = await chain.prepare(request)
-        ends = chain.ends(request)
-        text = chain.text(request.stop)
-        for token in request.resume:
-            if token in ends:
-                break
-            text.feed(token)  # its text is already with the client
+        output = Output(request, chain.tokenizer)
+        prompt = await chain.prompt(request)
         length = len(prompt) + request.max_tokens if request.max_tokens else chain.context_length
         session = HeadSession(
-            [*prompt, *request.resume], len(prompt), length, ends, request.sampling
+            [*prompt, *request.resume], len(prompt), length, output.ends, request.sampling
         )
         self._resumed = len(request.resume)
-        done = _done_already(session, text)
-        if done is not None:
-            rest = "" if text.stopped else text.finish()
-            yield TokenEvent(token_id=None, text=rest, finish=_finish(session, done, self._resumed))
+        if (reason := output.nothing_left(length - len(prompt))) is not None:
+            yield output.end(reason, session, trio.current_time())
             return
         await chain.head.start(session)
         self._session = session
-        produced = self._resumed
         try:
             while True:
                 drawn = await session.get()
-                produced += 1
-                event = _event(chain, session, drawn, text, produced)
+                event = output.event(
+                    drawn.token,
+                    drawn.reason,
+                    session,
+                    trio.current_time(),
+                    logprob=drawn.logprob,
+                    top=drawn.top,
+                )
                 yield event
                 if event.finish is not None:
                     return
         finally:
             chain.head.end(session)
-
-
-def _done_already(session: HeadSession, text: TextStream) -> FinishReason | None:
-    """Why a resumed generation has nothing left to do, if so."""
-    if text.stopped or not session.ends.isdisjoint(session.tokens[session.prompt :]):
-        return "stop"
-    return "length" if len(session.tokens) >= session.length else None
-
-
-def _event(
-    chain: ChainGenerator, session: HeadSession, drawn: Drawn, text: TextStream, produced: int
-) -> TokenEvent:
-    reason = drawn.reason
-    # A token that ends the output is none of its text.
-    fresh = "" if reason == "stop" else text.feed(drawn.token)
-    if reason is not None and not text.stopped:
-        fresh += text.finish()
-    if text.stopped:
-        reason = "stop"
-    return TokenEvent(
-        token_id=drawn.token,
-        text=fresh,
-        logprob=(
-            None if drawn.logprob is None else chain.token_logprob(drawn.token, drawn.logprob)
-        ),
-        top_logprobs=tuple(chain.token_logprob(*pair) for pair in drawn.top),
-        finish=None if reason is None else _finish(session, reason, produced),
-    )
-
-
-def _finish(session: HeadSession, reason: FinishReason, produced: int) -> Finish:
-    now = trio.current_time()
-    asked = session.asked or now
-    started = session.started or now
-    first_token = session.first_token or now
-    return Finish(
-        reason=reason,
-        prompt_tokens=session.prompt,
-        completion_tokens=produced,
-        queue_seconds=max(0.0, started - asked),
-        prefill_seconds=max(0.0, first_token - started),
-        decode_seconds=max(0.0, now - first_token),
-    )
 
 
 def _spans(routes: Sequence[tuple[int, Route]], begin: int, end: int) -> list[tuple[Hop, int, int]]:

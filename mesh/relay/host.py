@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -85,8 +86,13 @@ class StageHost:
         self._ended: list[int] = []  # keys whose blocks are to be freed
         self._deferred: list[Callable[[], None]] = []
         self._step: list[Frame] = []  # what is being computed
-        self._wake = trio.Event()
-        self._thread = trio.CapacityLimiter(1)
+        self._preparing = False  # its thread needs the interpreter, before the runtime computes
+        self._put_off: list[Callable[[], None]] = []
+        self._at_rest = trio.Event()
+        self._at_rest.set()
+        self._broken = trio.Event()
+        self._outcome: outcome.Outcome[None] = outcome.Value(None)
+        self._trio: trio.lowlevel.TrioToken | None = None  # while steps may begin
         self.steps = 0
         self.busy_seconds = 0.0
 
@@ -135,7 +141,7 @@ class StageHost:
         if rows:
             entries = [(chain.sessions[row.session], row) for row in rows]
             self._queue.append(Frame(chain, chain.epoch, step, entries, values, spent))
-            self._wake.set()
+            self._begin()
 
     def _refuse(
         self, chain: Chain, epoch: int, step: int, why: dict[int, Refusal], *, ended: bool
@@ -208,6 +214,14 @@ class StageHost:
                 )
                 self._outlet.activations(chain, header, piece.values)
 
+    def when_computing(self, action: Callable[[], None]) -> None:
+        """Call ``action`` as soon as the runtime computes or has nothing to: it makes work in this
+        thread that would hold up the step."""
+        if self._preparing:
+            self._put_off.append(action)
+        else:
+            action()
+
     def busy_with(self, chain_id: bytes) -> bool:
         """Do rows of the chain wait here, or are they being computed?"""
         frames = (*self._queue, *self._step)
@@ -216,26 +230,56 @@ class StageHost:
     # -- steps --------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Work until cancelled; a step that is running then is finished first."""
-        while True:
-            frames = self._take()
-            if not frames:
-                self._wake = trio.Event()
-                await self._wake.wait()
-                continue
-            self._step = frames
-            try:
-                result = await trio.to_thread.run_sync(
-                    self._computer.step, frames, limiter=self._thread
-                )
-            finally:
-                self._step = []
-                self._clear()
-            await trio.lowlevel.checkpoint_if_cancelled()
-            self._finish(frames, result)
-            deferred, self._deferred = self._deferred, []
-            for action in deferred:
-                action()
+        """Work until cancelled; a step that is running then is finished first.
+
+        Steps begin and end in callbacks: a task would get its turn after whatever else woke up, and
+        with many clients that is milliseconds in which nothing is computed.
+        """
+        self._trio = trio.lowlevel.current_trio_token()
+        self._begin()
+        try:
+            await self._broken.wait()
+        finally:
+            self._trio = None
+            with trio.CancelScope(shield=True):
+                await self._at_rest.wait()
+        self._outcome.unwrap()
+
+    def _begin(self) -> None:
+        """Start the next step, if there is one and none is running."""
+        if self._step or self._trio is None or not (frames := self._take()):
+            return
+        self._step = frames
+        self._at_rest = trio.Event()
+        soon = self._trio.run_sync_soon
+        self._preparing = True
+        step = partial(self._computer.step, frames, partial(soon, self._computing))
+        trio.lowlevel.start_thread_soon(step, lambda result: soon(self._end, result))
+
+    def _computing(self) -> None:
+        self._preparing = False
+        put_off, self._put_off = self._put_off, []
+        for action in put_off:
+            action()
+
+    def _end(self, result: outcome.Outcome[Result]) -> None:
+        self._computing()  # if it failed before
+        try:
+            self._clear()
+            if self._trio is not None:
+                self._finish(self._step, result.unwrap())
+        except Exception as error:
+            self._outcome = outcome.Error(error)
+            self._trio = None
+            self._broken.set()
+        self._step = []
+        self._clear()
+        deferred, self._deferred = self._deferred, []
+        for action in deferred:
+            action()
+        self._begin()
+        if not self._step:
+            self._at_rest.set()
 
     def _take(self) -> list[Frame]:
         taken: list[Frame] = []

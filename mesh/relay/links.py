@@ -51,6 +51,12 @@ class Links(Protocol):
         """One way, in order among messages that are equally ``bulky``. Raises :class:`PeerLost`."""
         ...
 
+    def try_send(
+        self, peer: PeerId, kind: str, body: Any, payload: Buffer = b"", *, bulky: bool = False
+    ) -> bool:
+        """:meth:`send` at once. False when it would have to wait or there is no link."""
+        ...
+
     def serial(self, peer: PeerId) -> int | None:
         """Serial number of the certificate of a peer or of this node; None without a link."""
         ...
@@ -102,6 +108,16 @@ class TransportLinks:
             await link.send(kind, body, payload, lane=lane)
         except TransportError as error:
             raise PeerLost(peer, str(error)) from error
+
+    def try_send(
+        self, peer: PeerId, kind: str, body: Any, payload: Buffer = b"", *, bulky: bool = False
+    ) -> bool:
+        link = self._transport.link(peer)
+        lane = Lane.ACTIVATIONS if bulky else Lane.CONTROL
+        try:
+            return link is not None and link.try_send(kind, body, payload, lane=lane)
+        except TransportError:
+            return False
 
     def serial(self, peer: PeerId) -> int | None:
         if peer == self.me:

@@ -1,8 +1,9 @@
 """The relay of one node: its stages, the chains it is the head of, and what peers send to them.
 
 Thin: messages are parsed and checked against who sent them, and go to the stage or chain they are
-for. What a stage puts out waits in an outbox per peer and kind, so that one slow link stalls
-neither the stage nor other chains; it is bounded by the KV that sessions have reserved.
+for. What a stage puts out and a link does not take at once waits in an outbox per peer and kind, so
+that one slow link stalls neither the stage nor other chains; it is bounded by the KV that sessions
+have reserved.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -81,7 +82,7 @@ class Relay:
         self.heads: dict[bytes, Head] = {}
         self._hosts: dict[tuple[str, int, int], StageHost] = {}
         self._chains: dict[bytes, StageHost] = {}  # which stage a chain that is open here is in
-        self._outboxes: dict[tuple[PeerId, bool], _Outbox] = {}
+        self._outboxes: dict[tuple[PeerId, bool], deque[_Parcel]] = {}
         self._nursery: trio.Nursery | None = None
 
     # -- composition --------------------------------------------------------------------------
@@ -341,30 +342,28 @@ class Relay:
             self._post(peer, _Parcel(kind, body, b""))
 
     def _post(self, peer: PeerId, parcel: _Parcel) -> None:
-        key = (peer, NOTES[parcel.kind])
-        outbox = self._outboxes.get(key)
-        if outbox is None:
-            outbox = self._outboxes[key] = _Outbox()
-            self.spawn(self._deliver, key, outbox)
-        outbox.parcels.append(parcel)
-        outbox.filled.set()
+        bulky = NOTES[parcel.kind]
+        outbox = self._outboxes.get((peer, bulky))
+        if outbox is not None:
+            outbox.append(parcel)
+        elif not self.links.try_send(peer, parcel.kind, parcel.body, parcel.payload, bulky=bulky):
+            self._outboxes[peer, bulky] = deque([parcel])
+            self.spawn(self._deliver, peer, bulky)
 
-    async def _deliver(self, key: tuple[PeerId, bool], outbox: _Outbox) -> None:
-        """Carry one outbox. It ends with its peer: what waits is lost, and heads are told."""
-        peer, bulky = key
+    async def _deliver(self, peer: PeerId, bulky: bool) -> None:
+        """Carry an outbox until it is empty. When the peer is lost so is what waits, and heads are
+        told."""
+        outbox = self._outboxes[peer, bulky]
         try:
-            while True:
-                while outbox.parcels:
-                    parcel = outbox.parcels.popleft()
-                    await self.links.send(
-                        peer, parcel.kind, parcel.body, parcel.payload, bulky=bulky
-                    )
-                outbox.filled = trio.Event()
-                await outbox.filled.wait()
+            while outbox:
+                parcel = outbox[0]
+                await self.links.send(peer, parcel.kind, parcel.body, parcel.payload, bulky=bulky)
+                outbox.popleft()
+            return
         except PeerLost as lost:
             _log.info("output for %s is lost: %s", peer, lost.reason)
         finally:
-            del self._outboxes[key]
+            del self._outboxes[peer, bulky]
         for host in self._hosts.values():
             for chain in host.table.beside(peer):
                 self._report_lost(chain, peer)
@@ -375,12 +374,6 @@ class _Parcel:
     kind: str
     body: Any
     payload: Buffer
-
-
-@dataclass(slots=True)
-class _Outbox:
-    parcels: deque[_Parcel] = field(default_factory=deque)
-    filled: trio.Event = field(default_factory=trio.Event)
 
 
 def _token_ids(message: Open, payload: Buffer) -> list[list[int]]:

@@ -202,22 +202,42 @@ class LanePort:
         Cancelled in the middle of a long message, it tells the peer to forget the pieces.
         Raises LinkClosed; ValueError when the message is too large.
         """
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if self.try_send(kind, number, body, payload, end=end):
+            return
         frames = encode(kind, number, body, payload, end=end)
         try:
             if len(body) + len(payload) <= PIECE:
                 frame = next(frames)
-                if self._turn.locked() or not self._outgoing.has_room():
-                    async with self._turn:
-                        await self._outgoing.wait_room()
-                        self._outgoing.write_now(frame)
-                else:
-                    await trio.lowlevel.checkpoint_if_cancelled()
+                async with self._turn:
+                    await self._outgoing.wait_room()
                     self._outgoing.write_now(frame)
                 return
             async with self._long_messages:
                 await self._send_pieces(frames, kind, number)
         except BROKEN as error:
             raise LinkClosed("the link broke while sending") from error
+
+    def try_send(
+        self,
+        kind: FrameKind,
+        number: int,
+        body: bytes = b"",
+        payload: Buffer = b"",
+        *,
+        end: bool = False,
+    ) -> bool:
+        """Hand a short message to the stream if nobody is before it and the peer keeps up.
+
+        Raises LinkClosed.
+        """
+        if len(body) + len(payload) > PIECE or self._turn.locked() or not self._outgoing.has_room():
+            return False
+        try:
+            self._outgoing.write_now(next(encode(kind, number, body, payload, end=end)))
+        except BROKEN as error:
+            raise LinkClosed("the link broke while sending") from error
+        return True
 
     async def _send_pieces(self, frames: Any, kind: FrameKind, number: int) -> None:
         begun = False

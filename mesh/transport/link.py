@@ -96,6 +96,12 @@ class Link:
         return self._liveness.rtt
 
     @property
+    def pongs(self) -> int:
+        """How many pings :attr:`rtt` comes from; there is one a second while calls are under
+        way."""
+        return self._liveness.pongs
+
+    @property
     def silent_for(self) -> float:
         """Seconds since anything was heard from the peer. While calls are under way the peer is
         asked every second, so a few seconds here mean trouble long before the link is given up."""
@@ -204,6 +210,31 @@ class Link:
         except BaseException:
             credit.refund(size)
             raise
+
+    def try_send(
+        self,
+        kind: str,
+        body: Any = None,
+        payload: Buffer = b"",
+        *,
+        lane: Lane = Lane.ACTIVATIONS,
+    ) -> bool:
+        """:meth:`send` if it need not wait: False when it would, then nothing was sent. Overtakes
+        messages that wait in :meth:`send`. Raises LinkClosed."""
+        self._check_up()
+        encoded = encode_body({"k": kind, "b": body})
+        size = len(encoded) + len(payload)
+        credit = self._notes.take_credit(kind, size)
+        if credit is None:
+            return False
+        try:
+            sent = self._ports[lane].try_send(FrameKind.NOTE, next(self._numbers), encoded, payload)
+        except LinkClosed as error:
+            self.down(str(error))
+            raise
+        if not sent:
+            credit.refund(size)
+        return sent
 
     def subscribe(self, kind: str) -> AbstractAsyncContextManager[Notes]:
         """The one-way messages of ``kind``, those that came before included. One reader a kind.

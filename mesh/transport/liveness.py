@@ -21,6 +21,7 @@ class Liveness:
 
     def __init__(self, policy: LivenessPolicy) -> None:
         self.rtt: float | None = None
+        self.pongs = 0
         self._policy = policy
         self._tokens = itertools.count(1)
         self._outstanding: dict[int, float] = {}
@@ -51,6 +52,7 @@ class Liveness:
         if sent is None:
             return
         sample = now - sent
+        self.pongs += 1
         self.rtt = sample if self.rtt is None else self.rtt + (sample - self.rtt) / 8
 
     def is_dead(self, now: float, *, last_heard: float, busy: bool) -> bool:

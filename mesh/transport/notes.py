@@ -59,11 +59,17 @@ class NoteDesk:
 
     async def may_send(self, kind: str, size: int, check_up: Callable[[], None]) -> SendCredit:
         """Wait for credit and take ``size`` bytes of it. ``check_up`` raises for a dead link."""
-        credit = self._credit.setdefault(kind, SendCredit())
-        while not credit.may_send:
+        while (credit := self.take_credit(kind, size)) is None:
             self._granted[kind] = trio.Event()
             await self._granted[kind].wait()
             check_up()
+        return credit
+
+    def take_credit(self, kind: str, size: int) -> SendCredit | None:
+        """Take ``size`` bytes of credit, unless there is none now."""
+        credit = self._credit.setdefault(kind, SendCredit())
+        if not credit.may_send:
+            return None
         credit.spend(size)
         return credit
 

@@ -90,13 +90,12 @@ class CountingLinks(TransportLinks):
     tokens = 0
     bytes = 0
 
-    async def send(
-        self, peer: PeerId, kind: str, body: Any, payload: Any = b"", **how: Any
-    ) -> None:
-        if kind == STEP_KIND and all(row[2] == 1 for row in body["rows"]):
+    def try_send(self, peer: PeerId, kind: str, body: Any, payload: Any = b"", **how: Any) -> bool:
+        sent = super().try_send(peer, kind, body, payload, **how)
+        if sent and kind == STEP_KIND and all(row[2] == 1 for row in body["rows"]):
             self.tokens += len(body["rows"])
             self.bytes += len(cbor2.dumps({"k": kind, "b": body})) + len(payload)
-        await super().send(peer, kind, body, payload, **how)
+        return sent
 
 
 @dataclass

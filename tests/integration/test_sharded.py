@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import openai
 import pytest
-import trio
 
-from inference.engines.stage_text import StageTextEngine
-from inference.generation import GenerateRequest, SamplingParams
 from inference.store.manifest import ModelManifest
 
 pytestmark = pytest.mark.slow
 
-PROMPTS = (
-    "The capital of France is",
-    "Once upon a time there was a little robot who",
-    "Explain how a rainbow forms.",
-    "def fibonacci(n):",
-    "In 1969, humans first",
-    "A recipe for pancakes:",
-)
 RANGES = ("0-7", "7-19", "19-30")  # unequal, and 30 is not a multiple of any
 
 
@@ -44,49 +31,6 @@ def entry(network: Any, demo_model: ModelManifest) -> Iterator[Any]:
     done = entry.cli("wait", "--peers", "3", "--model", demo_model.name, "--timeout", "30")
     assert done.returncode == 0, done.stderr
     yield entry
-
-
-def uncut(model: ModelManifest, requests: list[GenerateRequest]) -> list[str]:
-    """What the whole model in this process answers, one request after the other."""
-
-    async def one(engine: StageTextEngine, request: GenerateRequest) -> str:
-        async with aclosing(engine.generate(request)) as events:
-            return "".join([event.text async for event in events])
-
-    async def main() -> list[str]:
-        engine = await StageTextEngine.open(model)
-        try:
-            return [await one(engine, request) for request in requests]
-        finally:
-            await engine.aclose()
-
-    return trio.run(main)
-
-
-def test_the_chain_says_what_the_uncut_model_says(entry: Any, demo_model: ModelManifest) -> None:
-    sampled = SamplingParams(temperature=0.8, top_p=0.95, seed=11)
-    requests = [
-        GenerateRequest(model=demo_model.name, prompt=prompt, max_tokens=32, sampling=sampling)
-        for prompt in PROMPTS
-        for sampling in (SamplingParams(temperature=0.0), sampled)
-    ]
-
-    def ask(request: GenerateRequest) -> str:
-        sampling = request.sampling
-        response = httpx2.post(
-            f"{entry.api}/v1/completions",
-            json={"model": request.model, "prompt": request.prompt, "max_tokens": 32,
-                  "temperature": sampling.temperature, "top_p": sampling.top_p,
-                  "seed": sampling.seed},
-            timeout=240,
-        )  # fmt: skip
-        assert response.status_code == 200, response.text
-        return str(response.json()["choices"][0]["text"])
-
-    # All at once: they share the chain's batches, and finish at different times.
-    with ThreadPoolExecutor(len(requests)) as pool:
-        answers = list(pool.map(ask, requests))
-    assert answers == uncut(demo_model, requests)
 
 
 def test_the_openai_client_streams_from_a_node_without_a_stage(

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import trio
-import trio.testing
 
 from inference.engines import Load
 from inference.engines.stage_text import EngineOptions, StageTextEngine
@@ -234,8 +233,10 @@ def test_what_is_refused(demo_model: ModelManifest) -> None:
         async with aclosing(engine.generate(ask("Count.", 500, ignore_eos=True))) as events:
             await anext(events)
             async with trio.open_nursery() as nursery:
+                queued = trio.Event()
+                engine.on_load_change(lambda load: load.waiting == 1 and queued.set())
                 nursery.start_soon(answer, engine, ask("Hello.", 2))
-                await trio.testing.wait_all_tasks_blocked(0.2)
+                await queued.wait()
                 overloaded = await refused(engine, ask("Hello.", 2))
                 assert overloaded.code == "overloaded" and overloaded.retry_after
                 await events.aclose()

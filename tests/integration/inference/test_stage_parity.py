@@ -20,38 +20,8 @@ from inference.sampling import Sampler
 from inference.split import Splittable, read_splittable
 from inference.stage import Stage
 from inference.store.manifest import ModelManifest
-from inference.tokenizer import Tokenizer
 
-TOKENS = 128
 CUTS = {2: (0, 11, 30), 3: (0, 4, 21, 30), 5: (0, 1, 9, 14, 27, 30)}
-SUBJECTS = [
-    "a lighthouse",
-    "rain",
-    "the number seven",
-    "bread",
-    "a violin",
-    "Mars",
-    "an old map",
-    "bees",
-    "ice",
-    "a train",
-    "glass",
-    "the sea",
-    "a clock",
-    "chess",
-    "moss",
-    "a bridge",
-    "salt",
-    "a comet",
-    "ink",
-    "snow",
-]
-FORMS = (
-    "Write a short story about {}.",
-    "Explain {} to a child in three sentences.",
-    "List five facts about {}.",
-    "Write a Python function about {}.",
-)
 
 
 @dataclass
@@ -132,23 +102,6 @@ def whole(demo_model: ModelManifest) -> Splittable:
     return read_splittable(demo_model.file("openvino_model.xml"))
 
 
-@pytest.fixture(scope="module")
-def prompts(demo_model: ModelManifest) -> list[list[int]]:
-    tokenizer = Tokenizer(demo_model)
-    found = []
-    for number, subject in enumerate(SUBJECTS):
-        text = FORMS[number % len(FORMS)].format(subject)
-        chat = tokenizer.apply_chat_template([{"role": "user", "content": text}])
-        found.append(tokenizer.encode(chat, special=False))
-    return found
-
-
-@pytest.fixture(scope="module")
-def expected(demo_model: ModelManifest, prompts: list[list[int]], uncut: Any) -> list[list[int]]:
-    model = uncut(demo_model.file("openvino_model.xml"), "f32")
-    return [model.greedy(prompt, TOKENS)[0] for prompt in prompts]
-
-
 @pytest.fixture(params=CUTS, scope="module")
 def chain(request: pytest.FixtureRequest, whole: Splittable) -> Iterator[Chain]:
     bounds = CUTS[request.param]
@@ -162,39 +115,27 @@ def chain(request: pytest.FixtureRequest, whole: Splittable) -> Iterator[Chain]:
     chain.worker.stop()
 
 
-GREEDY = SamplingParams(temperature=0)
-SEEDED = [SamplingParams(temperature=0.8, top_p=0.95, seed=number) for number in range(8)]
+@pytest.mark.slow
+def test_greedy_alone(chain: Chain, reference: Any) -> None:
+    greedy = reference.greedy_params
+    got = [chain.alone(prompt, reference.tokens, greedy) for prompt in reference.prompts]
+    assert got == reference.greedy
 
 
 @pytest.mark.slow
-def test_greedy_alone(chain: Chain, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    assert [chain.alone(prompt, TOKENS, GREEDY) for prompt in prompts] == expected
+def test_greedy_in_a_mixed_batch(chain: Chain, reference: Any) -> None:
+    params = [reference.greedy_params] * len(reference.prompts)
+    assert chain.mixed(reference.prompts, reference.tokens, params) == reference.greedy
 
 
 @pytest.mark.slow
-def test_greedy_in_a_mixed_batch(
-    chain: Chain, prompts: list[list[int]], expected: list[list[int]]
-) -> None:
-    assert chain.mixed(prompts, TOKENS, [GREEDY] * len(prompts)) == expected
-
-
-@pytest.fixture(scope="module")
-def seeded(whole: Splittable, prompts: list[list[int]]) -> list[list[int]]:
-    """What one stage draws for each prompt alone."""
-    stage = Stage(whole.cut(0, 30), StageConfig(kv_bytes=1 << 28), context_length=2048)
-    one = Chain([stage])
-    drawn = [one.alone(p, 48, asked) for p, asked in zip(prompts, SEEDED, strict=False)]
-    one.worker.stop()
-    return drawn
-
-
-@pytest.mark.slow
-def test_seeded_sampling(chain: Chain, prompts: list[list[int]], seeded: list[list[int]]) -> None:
+def test_seeded_sampling(chain: Chain, reference: Any) -> None:
+    seeded, params, count = reference.seeded, reference.seeded_params, reference.seeded_tokens
     assert len({tuple(tokens) for tokens in seeded}) == len(seeded)
-    assert chain.mixed(prompts[:8], 48, SEEDED) == seeded
-    assert chain.alone(prompts[3], 48, SEEDED[3]) == seeded[3]
-    other_seed = SEEDED[3].model_copy(update={"seed": 1000})
-    assert chain.alone(prompts[3], 48, other_seed) != seeded[3]
+    assert chain.mixed(reference.prompts[: len(params)], count, params) == seeded
+    assert chain.alone(reference.prompts[3], count, params[3]) == seeded[3]
+    other_seed = params[3].model_copy(update={"seed": 1000})
+    assert chain.alone(reference.prompts[3], count, other_seed) != seeded[3]
 
 
 RESIDENT = """

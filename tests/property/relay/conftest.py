@@ -67,7 +67,9 @@ class ToyStage:
     def close(self, session: int) -> None:
         self._kv.pop(session, None)
 
-    def step(self, batch: StepBatch) -> np.ndarray:
+    def step(self, batch: StepBatch, meanwhile: Callable[[], None] | None = None) -> np.ndarray:
+        if meanwhile is not None:
+            meanwhile()
         used = sum(-(-len(kv) // self.block_size) for kv in self._kv.values())
         self.largest = max(self.largest, len(batch.parts))
         out: list[np.ndarray] = []
@@ -182,6 +184,18 @@ class MemoryLinks:
     ) -> None:
         self.world.check(self.me, peer)
         self.world.post(self.me, peer, bulky, (kind, encode_body(body), bytes(payload)))
+
+    def try_send(
+        self, peer: PeerId, kind: str, body: Any, payload: Any = b"", *, bulky: bool = False
+    ) -> bool:
+        if self.world.rng.random() < 0.5:
+            return False  # this link is behind
+        try:
+            self.world.check(self.me, peer)
+        except PeerLost:
+            return False
+        self.world.post(self.me, peer, bulky, (kind, encode_body(body), bytes(payload)))
+        return True
 
     def serial(self, peer: PeerId) -> int | None:
         return 1

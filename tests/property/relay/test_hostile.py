@@ -41,7 +41,7 @@ def test_frames_of_a_neighbour_and_of_a_stranger(toys) -> None:
 
             world.tap = tap
             head = world.head(a, b, c)
-            good, bad = toys.Ask([1, 2, 3], 60), toys.Ask([4, 5], 60)
+            good, bad = toys.Ask([1, 2, 3], 400), toys.Ask([4, 5], 400)
             session, victim = good.session(), bad.session()
             await head.start(session)
             await head.start(victim)
@@ -87,7 +87,7 @@ def test_frames_of_a_neighbour_and_of_a_stranger(toys) -> None:
             with pytest.raises(Exception, match=r"not_finite|bad_size|wrong_encoding"):
                 while True:
                     await victim.get()
-            while len(tokens) < 60:
+            while len(tokens) < 400:
                 tokens.append((await session.get()).token)
             assert tokens == good.expected(6)
             head.end(session)
