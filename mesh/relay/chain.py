@@ -303,7 +303,7 @@ class ChainHead:
         if sender != self.ring.tail or message.epoch != self.ring.epoch:
             return
         self._mender.heard()
-        stepped = self._schedule.done(message.step)
+        stepped = self._schedule.stepped(message.step, len(message.sampled), trio.current_time())
         for number in stepped:
             spent = self._sessions[number].spent
             for rank, seconds in enumerate(message.spent[: len(spent)]):

@@ -5,8 +5,8 @@ are put into steps so that
 
 * at most one step per stage is under way, so that every stage can be busy and none has a queue;
 * sessions that are generating share one step while they are few, because a step costs a stage about
-  as much for four sessions as for one. From eight on they are spread over several steps: then one
-  stage computes while another does;
+  as much for four sessions as for one. From eight on they may be spread over several steps, so that
+  one stage computes while another does: over as many as pay (see ``overlap``);
 * a prompt goes in chunks, several on their way at once, so that its prefill overlaps across stages;
   rows of sessions that are generating ride along, and prompts share a step's budget, so that a long
   one delays neither. A prompt is never left with a chunk of a single row, which a stage computes
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from inference.batching import without_lone_row
 from mesh.relay.frames import MAX_ROWS, Row
+from mesh.relay.overlap import Overlap
 
 # Measured with an int4 model of 30 layers over two stages: chunks of 64 make the best overlap, and
 # the paged engine loses nothing with small ones.
@@ -53,6 +54,7 @@ class _Progress:
 @dataclass(slots=True)
 class _UnderWay:
     decodes: bool  # it has rows of sessions that are generating
+    prompts: bool  # and of others
     sessions: set[int]  # those that have not ended since
 
 
@@ -71,6 +73,7 @@ class Schedule:
         self._chunk = chunk
         self._budget = prefill_budget
         self._overlap_from = overlap_from
+        self._overlap = Overlap()
         self._sessions: dict[int, _Progress] = {}  # in order of arrival
         self._under_way: dict[int, _UnderWay] = {}
         self._next_step = 1  # 0 is for rows that belong to no step of this schedule
@@ -125,12 +128,26 @@ class Schedule:
         self._sessions[session].capacity = capacity
 
     def done(self, step: int) -> set[int]:
-        """A step has left the last stage, or nothing was left of it on the way; its sessions."""
+        """Nothing is left of a step that was under way; its sessions."""
+        self._overlap.disturbed()
         found = self._under_way.pop(step, None)
         return set() if found is None else found.sessions
 
+    def stepped(self, step: int, tokens: int, now: float) -> set[int]:
+        """A step has left the last stage at ``now`` seconds, with ``tokens``; its sessions."""
+        found = self._under_way.pop(step, None)
+        if found is None:
+            return set()
+        generating = self._generating
+        if found.prompts or generating < self._overlap_from:
+            self._overlap.disturbed()
+        else:
+            self._overlap.stepped(generating, self._most_steps(generating), tokens, now)
+        return found.sessions
+
     def restart(self, sent: dict[int, int]) -> None:
         """After a recovery nothing is under way, and the first stage has seen ``sent`` tokens."""
+        self._overlap.disturbed()
         self._under_way.clear()
         for session, count in sent.items():
             if (progress := self._sessions.get(session)) is not None:
@@ -146,7 +163,7 @@ class Schedule:
             for n, p in self._sessions.items()
             if p.pending > 1 or (p.pending == 1 and not p.generating)
         ]
-        generating = sum(1 for p in self._sessions.values() if p.generating)
+        generating = self._generating
         if ready:
             spread = self._spread(generating)
             decoding = sum(1 for step in self._under_way.values() if step.decodes)
@@ -154,6 +171,7 @@ class Schedule:
         if not ready and not prompts:
             return None
         rows = [self._row(session, 1) for session in ready[:MAX_ROWS]]
+        decoding_rows = len(rows)
         budget = self._budget
         for session in prompts[: MAX_ROWS - len(rows)]:
             progress = self._sessions[session]
@@ -164,26 +182,33 @@ class Schedule:
                 budget -= count
         if not rows:
             return None
-        return self._send(rows, bool(ready))
+        return self._send(rows, bool(ready), prompts=len(rows) > decoding_rows)
 
     def _spread(self, generating: int) -> int:
         """Over how many steps the sessions that generate are spread."""
         if generating < self._overlap_from:
             return 1
+        return self._overlap.choose(generating, self._most_steps(generating))
+
+    def _most_steps(self, generating: int) -> int:
         return max(1, min(self._stages, generating // _PER_STEP))
+
+    @property
+    def _generating(self) -> int:
+        return sum(1 for progress in self._sessions.values() if progress.generating)
 
     def _row(self, session: int, count: int) -> Row:
         progress = self._sessions[session]
         end = progress.sent + count
         return Row(session, progress.sent, count, sample=end == len(progress.tokens))
 
-    def _send(self, rows: list[Row], decodes: bool) -> Step:
+    def _send(self, rows: list[Row], decodes: bool, *, prompts: bool) -> Step:
         tokens: list[int] = []
         for row in rows:
             progress = self._sessions[row.session]
             tokens += progress.tokens[row.position : row.end]
             progress.sent = row.end
         step = Step(self._next_step, tuple(rows), tuple(tokens))
-        self._under_way[step.number] = _UnderWay(decodes, {row.session for row in rows})
+        self._under_way[step.number] = _UnderWay(decodes, prompts, {row.session for row in rows})
         self._next_step += 1
         return step
