@@ -31,6 +31,7 @@ MAX_TRANSFER = 4 << 20
 FAREWELL = 60.0  # s for which the last word of a peer that left is passed on
 
 Version = tuple[int, int]  # boot, sequence of the advert
+_NEVER: Version = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def key_of(peer: PeerId) -> bytes:
 
 def digest(table: Table) -> bytes:
     return b"".join(
-        _LINE.pack(key_of(peer), *entry.signed.version) for peer, entry in table.entries.items()
+        [_LINE.pack(key_of(peer), *entry.signed.version) for peer, entry in table.entries.items()]
     )
 
 
@@ -83,10 +84,11 @@ def compare(
     ours: dict[bytes, Version] = {}
     for peer, entry in table.entries.items():
         key = key_of(peer)
-        ours[key] = entry.signed.version
-        if _may_be_sent(table, entry, now) and theirs.get(key, (0, 0)) < entry.signed.version:
+        ours[key] = version = entry.signed.version
+        # Mostly the two know the same.
+        if theirs.get(key, _NEVER) < version and _may_be_sent(entry, now):
             lacking.append(entry)
-    want = tuple(key for key, version in theirs.items() if ours.get(key, (0, 0)) < version)
+    want = tuple([key for key, version in theirs.items() if ours.get(key, _NEVER) < version])
     send, more = _within(table, lacking, now, limit)
     return Difference(send, want, more)
 
@@ -96,15 +98,17 @@ def wanted(
 ) -> tuple[Record, ...]:
     """The adverts that the other side asked for."""
     asked = frozenset(keys)
+    if not asked:
+        return ()
     entries = [
         entry
         for peer, entry in table.entries.items()
-        if key_of(peer) in asked and _may_be_sent(table, entry, now)
+        if key_of(peer) in asked and _may_be_sent(entry, now)
     ]
     return _within(table, entries, now, limit)[0]
 
 
-def _may_be_sent(table: Table, entry: Entry, now: float) -> bool:
+def _may_be_sent(entry: Entry, now: float) -> bool:
     if entry.left:
         return now - entry.since < FAREWELL
     return entry.status == "alive"

@@ -2,8 +2,8 @@
 
 An idle mesh is quiet, and a machine that loses power says nothing. So each node asks one of its
 peers every two seconds, in turn; in a mesh of any size every node is then asked about every two
-seconds by somebody. Whoever gets no answer tells the others of its *doubt*, and each of them asks
-for itself: a doubt alone harms nobody.
+seconds by somebody. Whoever gets no answer tells the others of its *doubt*. Each of them that has a
+link asks for itself, the others wait for the peer to speak up: a doubt alone harms nobody.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class Checking:
 
     def doubt(self, peer: PeerId, now: float) -> bool:
         """Whether a doubt, our own or another's, is news."""
-        self._doubts = {p: at for p, at in self._doubts.items() if now - at < DOUBT_KEPT}
+        # The oldest come first. There are many when half of a large mesh is out of reach.
+        while self._doubts and now - next(iter(self._doubts.values())) >= DOUBT_KEPT:
+            del self._doubts[next(iter(self._doubts))]
         if peer in self._doubts:
             return False
         self._doubts[peer] = now

@@ -5,7 +5,7 @@ must carry out. Nothing here reads a clock; times are seconds of one monotonic c
 
 The life of a peer in the table::
 
-             lost link, failed dial, no answer, two missed beats
+             lost link, failed dial, no answer, two missed beats, doubted
         alive  ------------------------------------------->  suspect
           ^  <-------------------------------------------      |
           |     proof of life, or a message sent later         | 3 s without either
@@ -21,6 +21,9 @@ The life of a peer in the table::
   from a slower corner of the mesh is known to be old. This is what keeps ghosts out.
 * All that an author says is ordered by (boot, sequence). A newer boot replaces everything of the
   older one at once: a node that comes back after two seconds is the same entry, alive.
+* In a large mesh few have a link to any one peer. Who loses such a link, or gets no answer, tells
+  the others of its *doubt*. A doubted peer speaks up at once; if nothing is heard from it in time
+  it is suspect. A doubt alone harms nobody.
 * ``left`` is a peer's own last word for that boot; only a newer boot brings it back.
 """
 
@@ -40,6 +43,7 @@ Status = Literal["alive", "suspect", "gone"]
 MISSED_BEATS = 2
 GRACE = 1.0  # s, for gossip's own delay and a busy machine
 PROBE_TIME = 3.0  # s that a suspect has to prove that it lives
+SPEAK_UP = 3.0  # s that a doubted peer has to be heard from
 IN_FLIGHT = 1.0  # s that a message may have been on its way when its author was suspected
 REMEMBERED = 3600.0  # s that a peer which is gone is remembered
 MAX_NODES = 4096
@@ -63,6 +67,7 @@ class Entry:
     load: Mapping[int, HoldingLoad]
     load_at: float
     expires: float  # when its certificate ends
+    speak_by: float = math.inf  # when something must have been heard from it, since it is doubted
 
     @property
     def boot(self) -> int:
@@ -77,7 +82,8 @@ class Entry:
     def deadline(self) -> float:
         """When this entry changes by time alone."""
         if self.status == "alive":
-            return min(self.heard + self.beat * MISSED_BEATS + GRACE, self.expires)
+            silent = self.heard + self.beat * MISSED_BEATS + GRACE
+            return min(silent, self.speak_by, self.expires)
         if self.status == "suspect":
             return min(self.since + PROBE_TIME, self.expires)
         return self.since + REMEMBERED
@@ -89,7 +95,7 @@ class Table:
 
     me: PeerId
     boot: int
-    entries: Mapping[PeerId, Entry] = field(default_factory=lambda: MappingProxyType({}))
+    entries: MappingProxyType[PeerId, Entry] = field(default_factory=lambda: MappingProxyType({}))
     links: frozenset[PeerId] = frozenset()
     reboots: tuple[float, ...] = ()
     deadline: float = math.inf  # when a Tick is due
@@ -156,6 +162,13 @@ class NoAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class Doubted:
+    """Another node got no answer from the peer, to which this one has no link."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
 class ProofOfLife:
     """The peer just signed a nonce of ours, or spoke over its own link, in this boot."""
 
@@ -185,6 +198,7 @@ Event = (
     | LinkDown
     | Unreachable
     | NoAnswer
+    | Doubted
     | ProofOfLife
     | Refused
     | Tick
@@ -254,7 +268,10 @@ def apply(table: Table, event: Event, now: float) -> tuple[Table, tuple[Effect, 
             return replace(table, links=table.links | {peer}), ()
         case LinkDown(peer, reason):
             table = replace(table, links=table.links - {peer})
-            return _suspect(table, peer, reason, now)
+            table, effects = _suspect(table, peer, reason, now)
+            if effects and _some_without_link(table):
+                effects = (*effects, Doubt(peer))
+            return table, effects
         case Unreachable(peer):
             if peer in table.links:
                 return table, ()
@@ -262,6 +279,8 @@ def apply(table: Table, event: Event, now: float) -> tuple[Table, tuple[Effect, 
         case NoAnswer(peer):
             table, effects = _suspect(table, peer, "does not answer", now)
             return table, (*effects, Doubt(peer)) if effects else ()
+        case Doubted(peer):
+            return _doubted(table, peer, now), ()
         case ProofOfLife():
             return _proof(table, event, now)
         case Refused(peers, reason):
@@ -273,7 +292,7 @@ def apply(table: Table, event: Event, now: float) -> tuple[Table, tuple[Effect, 
 def _with(table: Table, *changed: Entry, without: Iterable[PeerId] = ()) -> Table:
     """``table`` with these entries. Its deadline may then be early, never late: that costs a Tick
     which looks again, and not a look at every entry for each message that comes in."""
-    entries = dict(table.entries)
+    entries = table.entries.copy()  # not dict(): that would go through the proxy, entry by entry
     for peer in without:
         entries.pop(peer, None)
     deadline = table.deadline
@@ -281,7 +300,10 @@ def _with(table: Table, *changed: Entry, without: Iterable[PeerId] = ()) -> Tabl
         entries[entry.signed.peer] = entry
         if entry.signed.peer != table.me:
             deadline = min(deadline, entry.deadline)
-    return replace(table, entries=MappingProxyType(entries), deadline=deadline)
+    # Not replace(): this runs for every message that comes in.
+    return Table(
+        table.me, table.boot, MappingProxyType(entries), table.links, table.reboots, deadline
+    )
 
 
 def _looked_at(table: Table) -> Table:
@@ -354,23 +376,27 @@ def _advert_heard(table: Table, event: AdvertHeard, now: float) -> tuple[Table, 
     if entry.left or signed.version <= entry.signed.version:
         return table, ()
     newest = advert.sequence > entry.sequence
-    merged = replace(
-        entry,
+    merged = Entry(
         signed=signed,
-        expires=event.expires,
+        status=entry.status,
+        reason=entry.reason,
+        since=entry.since,
         heard=max(entry.heard, heard),
-        sequence=max(entry.sequence, advert.sequence),
         beat=advert.beat if newest else entry.beat,
+        sequence=max(entry.sequence, advert.sequence),
         load=_by_id(advert.load) if newest else entry.load,
         load_at=heard if newest else entry.load_at,
+        expires=event.expires,
+        speak_by=_speak_by(entry, heard),
     )
     return _settle(table, entry, _revived(merged, heard, now), now)
 
 
 def _revived(entry: Entry, heard: float, now: float) -> Entry:
     """``entry`` as alive, if its author must have spoken after it came under suspicion."""
-    late = {"alive": math.inf, "suspect": IN_FLIGHT, "gone": 0.0}[entry.status]
-    if entry.left or entry.expires <= now or heard <= entry.since + late:
+    if entry.status == "alive" or entry.left or entry.expires <= now:
+        return entry
+    if heard <= entry.since + (IN_FLIGHT if entry.status == "suspect" else 0.0):
         return entry
     return replace(entry, status="alive", reason="heard again", since=now)
 
@@ -422,6 +448,7 @@ def _load_heard(
     merged = replace(
         entry,
         heard=max(entry.heard, now),
+        speak_by=math.inf,
         beat=report.beat,
         sequence=report.sequence,
         load=_by_id(report.load),
@@ -440,6 +467,26 @@ def _suspect(
     return _with(table, doubted), (Became(peer, "alive", "suspect", reason), Probe(peer))
 
 
+def _some_without_link(table: Table) -> bool:
+    """Whether not every pair of nodes has a link: then nobody sees everything by itself."""
+    return any(
+        entry.status == "alive" and peer != table.me and peer not in table.links
+        for peer, entry in table.entries.items()
+    )
+
+
+def _doubted(table: Table, peer: PeerId, now: float) -> Table:
+    entry = table.entries.get(peer)
+    if entry is None or entry.status != "alive" or peer == table.me or entry.speak_by < math.inf:
+        return table
+    return _with(table, replace(entry, speak_by=now + SPEAK_UP))
+
+
+def _speak_by(entry: Entry, heard: float) -> float:
+    """What remains of a doubt when something is heard that its author said at ``heard``."""
+    return math.inf if heard > entry.speak_by - SPEAK_UP else entry.speak_by
+
+
 def _proof(table: Table, event: ProofOfLife, now: float) -> tuple[Table, tuple[Effect, ...]]:
     entry = table.entries.get(event.peer)
     if event.peer == table.me:
@@ -448,7 +495,7 @@ def _proof(table: Table, event: ProofOfLife, now: float) -> tuple[Table, tuple[E
         return table, (Fetch(event.peer),)
     if event.boot < entry.boot or entry.left or entry.expires <= now:
         return table, ()
-    alive = replace(entry, heard=now)
+    alive = replace(entry, heard=now, speak_by=math.inf)
     if entry.status != "alive":
         alive = replace(alive, status="alive", reason="proof of life", since=now)
     return _settle(table, entry, alive, now)
@@ -491,6 +538,8 @@ def _tick(table: Table, now: float) -> tuple[Table, tuple[Effect, ...]]:
             )
             effects.append(Became(peer, "suspect", "gone", changed[-1].reason))
         else:
-            changed.append(replace(entry, status="suspect", reason="silent", since=now))
+            changed.append(
+                replace(entry, status="suspect", reason="silent", since=now, speak_by=math.inf)
+            )
             effects += [Became(peer, "alive", "suspect", "silent"), Probe(peer), Doubt(peer)]
     return _looked_at(_with(table, *changed, without=forgotten)), tuple(effects)

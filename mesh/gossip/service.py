@@ -371,12 +371,18 @@ class GossipService:
     def _accept_doubt(self, author: PeerId, data: bytes) -> bool:
         if author == self._identity.peer_id:
             return True
-        peer = PeerId(data[:MAX_PEER_ID].decode("ascii", "replace"))
-        if peer not in self._knowledge.table.entries:
+        peer, now = PeerId(data[:MAX_PEER_ID].decode("ascii", "replace")), trio.current_time()
+        table = self._knowledge.table
+        if peer not in table.entries:
             return False
-        if not self._checking.doubt(peer, trio.current_time()):
+        if not self._checking.doubt(peer, now):
             return False  # others have passed it on already
-        if self._is_quiet(peer) and self._checking.start(self._knowledge.table, peer):
+        if peer == self._identity.peer_id:
+            self._publishing.advert_changed(now)
+            self._woken.set()
+        elif peer not in table.links:
+            self._knowledge.apply(membership.Doubted(peer))
+        elif self._is_quiet(peer) and self._checking.start(table, peer):
             self._start(self._check, peer)
         return True
 

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 # Verified chains kept, so that checking the certificates of live connections again costs no
 # signature. Only what a trusted CA signed gets in, at about 2 KB each.
-_KEPT_PATHS = 512
+_KEPT_PATHS = 4096
 
 
 class AdmissionError(CertificateError):

@@ -17,6 +17,7 @@ from mesh.gossip.membership import (
     PROBE_TIME,
     AdvertHeard,
     Became,
+    Doubted,
     LinkDown,
     LinkUp,
     LoadHeard,
@@ -119,6 +120,13 @@ class Membership(RuleBasedStateMachine):
     @rule(peer=PEERS)
     def unreachable(self, peer):
         self.apply(Unreachable(peer))
+
+    @rule(peer=PEERS)
+    def doubted(self, peer):
+        before = self.table.entries.get(peer)
+        assert self.apply(Doubted(peer)) == ()
+        after = self.table.entries.get(peer)
+        assert (after.status if after else None) == (before.status if before else None)
 
     @rule(peer=PEERS)
     def refuse(self, peer):

@@ -12,9 +12,12 @@ from ca.certificate import Certificate, Role
 from mesh.gossip.advert import Advert, HoldingLoad, LoadReport, SignedAdvert
 from mesh.gossip.membership import (
     MAX_REBOOTS,
+    SPEAK_UP,
     AdvertHeard,
     Became,
     Clash,
+    Doubt,
+    Doubted,
     Fetch,
     LinkDown,
     LinkUp,
@@ -137,6 +140,37 @@ def test_a_failed_dial_makes_suspect_but_not_while_there_is_a_link(mesh):
     mesh(ProofOfLife("A", 1), 0.4)
     mesh(Unreachable("A"), 0.5)
     assert mesh.status() == "suspect"
+
+
+def test_a_lost_link_is_told_to_those_who_have_none(mesh):
+    for peer in "ABC":
+        mesh(AdvertHeard(signed(peer)), 0.0)
+    mesh(LinkUp("A"), 0.1)
+    mesh(LinkUp("B"), 0.1)
+    assert Doubt("A") in mesh(LinkDown("A"), 1.0)
+    assert mesh(LinkDown("A"), 1.1) == ()
+    mesh(LinkUp("C"), 1.2)
+    assert Doubt("B") not in mesh(LinkDown("B"), 1.3), "every peer that is alive has a link"
+
+
+def test_a_doubted_peer_that_speaks_up_stays_alive_and_one_that_does_not_is_lost(mesh):
+    mesh(AdvertHeard(signed("A", beat=60.0)), 0.0)
+    mesh(AdvertHeard(signed("B", beat=60.0)), 0.0)
+    mesh(Doubted("A"), 10.0)
+    mesh(Doubted("B"), 10.0)
+    mesh(Doubted("B"), 12.0)
+    assert (mesh.status("A"), mesh.status("B")) == ("alive", "alive")
+    mesh(AdvertHeard(signed("A", sequence=2, beat=60.0)), 10.5)
+    # This it said before it was doubted.
+    mesh(AdvertHeard(signed("B", sequence=2, beat=60.0), age=5.0), 11.0)
+    mesh.tick_until(10.0 + SPEAK_UP)
+    assert (mesh.status("A"), mesh.status("B")) == ("alive", "suspect")
+    assert Probe("B") in mesh.effects
+    mesh.tick_until(20.0)
+    assert (mesh.status("A"), mesh.status("B")) == ("alive", "gone")
+    mesh(Doubted("B"), 21.0)
+    mesh(Doubted("unheard of"), 21.0)
+    assert mesh.status("B") == "gone"
 
 
 def test_old_news_never_brings_a_ghost_back(mesh):
