@@ -76,7 +76,6 @@ def arrange(
     """
     by_peer = {machine.peer: machine for machine in machines}
     standing = _standing(claims, wants, by_peer)
-    typed = {w.model.digest: _typed(w, standing, machines, network) for w in wants}
     avoid = {
         want.model.digest: frozenset(
             c.peer for c in standing if c.digest == want.model.digest and c.sequence is None
@@ -84,15 +83,18 @@ def arrange(
         for want in wants
     }
     kept = _kept(wants, machines, network, standing, avoid)
+    claimed = {
+        want.model.digest: [c for c in standing if c.digest == want.model.digest] for want in wants
+    }
+    settled = [_is_settled(keep, claimed[keep.want.model.digest]) for keep in kept.models]
+    if not any(settled):
+        return kept
+    typed = {w.model.digest: _typed(w, standing, machines, network) for w in wants}
     fresh = make_plan(wants, machines, network, typed, avoid)
     models = []
-    for keep, new in zip(kept.models, fresh.models, strict=True):
-        mine = [c for c in standing if c.digest == keep.want.model.digest]
-        if (
-            _is_settled(keep, mine)
-            and _is_better(new, keep, margin)
-            and _can_change(keep, new, mine, by_peer)
-        ):
+    for keep, new, is_settled in zip(kept.models, fresh.models, settled, strict=True):
+        mine = claimed[keep.want.model.digest]
+        if is_settled and _is_better(new, keep, margin) and _can_change(keep, new, mine, by_peer):
             models.append(new)
         else:
             models.append(keep)

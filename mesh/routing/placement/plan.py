@@ -105,7 +105,9 @@ class Room:
     def machines(self, without: frozenset[PeerId] = frozenset()) -> list[Machine]:
         """As they are with what was taken: less memory, and less time where other models run."""
         return [
-            replace(machine, busy=1.0 - (1.0 - machine.busy) / (1 + self._placed.get(peer, 0)))
+            replace(machine, busy=1.0 - (1.0 - machine.busy) / (1 + self._placed[peer]))
+            if peer in self._placed
+            else machine
             for peer, machine in self._machines.items()
             if peer not in without
         ]
