@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 
 import trio
 
 from ca.certificate import Role
-from mesh.identity import PeerId
 from mesh.relay.refusal import Refusal
 from mesh.relay.service import NOTES, REQUESTS, Relay
 from mesh.transport import (
@@ -66,17 +66,14 @@ def _read_link(relay: Relay, link: Link, read: set[Link], nursery: trio.Nursery)
 
 
 async def _read(relay: Relay, link: Link, read: set[Link]) -> None:
-    async with trio.open_nursery() as nursery:
-        for kind in NOTES:
-            nursery.start_soon(_read_kind, relay, link, kind)
-    read.discard(link)
+    def taker(kind: str) -> Callable[[Message], None]:
+        return lambda message: relay.take(link.peer, kind, message.body, message.payload)
 
-
-async def _read_kind(relay: Relay, link: Link, kind: str) -> None:
-    peer: PeerId = link.peer
     try:
-        async with link.subscribe(kind) as notes:
-            async for message in notes:
-                relay.take(peer, kind, message.body, message.payload)
+        with ExitStack() as stack:
+            for kind in NOTES:
+                stack.enter_context(link.handle(kind, taker(kind)))
+            await link.wait_down()
     except LinkClosed:
         pass
+    read.discard(link)

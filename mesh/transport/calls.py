@@ -53,6 +53,12 @@ class Inbox:
             self._wake = trio.Event()
             await self._wake.wait()
         await trio.lowlevel.checkpoint_if_cancelled()
+        return self.take_now()
+
+    def take_now(self) -> tuple[Frame, int] | None:
+        """:meth:`take` what is here; None when nothing is."""
+        if not self._items:
+            return None
         frame = self._items.popleft()
         return frame, self._window.consumed(frame.size)
 

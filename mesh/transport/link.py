@@ -11,7 +11,11 @@ import itertools
 import logging
 import math
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+)
 from typing import Any
 
 import trio
@@ -243,6 +247,13 @@ class Link:
         """
         self._check_up()
         return self._notes.subscribe(kind)
+
+    def handle(self, kind: str, handler: Callable[[Message], None]) -> AbstractContextManager[None]:
+        """Have ``handler`` called with each one-way message of ``kind`` as soon as it is here,
+        without a task's turn in between. It must neither block nor raise. Raises as
+        :meth:`subscribe` does."""
+        self._check_up()
+        return self._notes.handle(kind, handler)
 
     def _check_up(self) -> None:
         if self._closed.is_set():

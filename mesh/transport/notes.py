@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 import trio
@@ -37,12 +37,18 @@ class Notes:
         taken = await self.inbox.take()
         if taken is None:
             raise StopAsyncIteration
-        frame, grant = taken
+        return self._taken(*taken)
+
+    def take_now(self) -> Message | None:
+        """The next message if one is here."""
+        taken = self.inbox.take_now()
+        return None if taken is None else self._taken(*taken)
+
+    def _taken(self, frame: Frame, grant: int) -> Message:
         if grant and not self.inbox.ended:
             amount = encode_body({"k": self._kind, "n": grant})
             self._link.tell(FrameKind.NOTE_CREDIT, amount)
-        body = decode_body(frame.body)
-        return Message(body["b"], frame.payload)
+        return Message(decode_body(frame.body)["b"], frame.payload)
 
 
 class NoteDesk:
@@ -52,6 +58,7 @@ class NoteDesk:
         self._link = link
         self._received: dict[str, Notes] = {}
         self._read: set[str] = set()
+        self._handlers: dict[str, Callable[[Message], None]] = {}
         self._credit: dict[str, SendCredit] = {}
         self._granted: dict[str, trio.Event] = {}
 
@@ -88,7 +95,25 @@ class NoteDesk:
 
     def put(self, frame: Frame) -> None:
         """A NOTE from the peer. Raises MalformedFrame."""
-        self._of(CallHead.of(frame).k).inbox.put(frame)
+        kind = CallHead.of(frame).k
+        notes = self._of(kind)
+        notes.inbox.put(frame)
+        if (handler := self._handlers.get(kind)) is not None:
+            _hand_over(notes, handler)
+
+    @contextmanager
+    def handle(self, kind: str, handler: Callable[[Message], None]) -> Iterator[None]:
+        """Raises ValueError when the kind is being read already."""
+        if kind in self._read:
+            raise ValueError(f"{kind} is already being read")
+        self._read.add(kind)
+        try:
+            _hand_over(self._of(kind), handler)
+            self._handlers[kind] = handler
+            yield
+        finally:
+            self._handlers.pop(kind, None)
+            self._read.discard(kind)
 
     @asynccontextmanager
     async def subscribe(self, kind: str) -> AsyncIterator[Notes]:
@@ -115,3 +140,8 @@ class NoteDesk:
             notes.inbox.finish(error)
         for granted in self._granted.values():
             granted.set()
+
+
+def _hand_over(notes: Notes, handler: Callable[[Message], None]) -> None:
+    while (message := notes.take_now()) is not None:
+        handler(message)

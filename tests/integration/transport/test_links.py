@@ -215,6 +215,43 @@ def test_one_way_messages_wait_for_their_reader(network: Any) -> None:
     trio.run(main)
 
 
+def test_a_handler_gets_one_way_messages_those_before_it_included(network: Any) -> None:
+    async def main() -> None:
+        async with network.open("a") as a, network.open("b") as b, b.events() as events:
+            link = await a.connect(b.addresses[0])
+            up = await anext(events)
+            assert isinstance(up, LinkUp)
+            got: list[Message] = []
+            all_here = trio.Event()
+
+            def take(message: Message) -> None:
+                got.append(message)
+                if len(got) == 200:
+                    all_here.set()
+
+            async with trio.open_nursery() as nursery:
+
+                async def send() -> None:
+                    for number in range(200):  # more than the credit of a reader that is not there
+                        await link.send("rows", number, number.to_bytes(2, "big") * 10_000)
+
+                nursery.start_soon(send)
+                await trio.sleep(0.2)
+                assert not link.try_send("rows", "too early")
+                with up.link.handle("rows", take):
+                    with pytest.raises(ValueError, match="already"):
+                        async with up.link.subscribe("rows"):
+                            pass
+                    await all_here.wait()
+            assert [message.body for message in got] == list(range(200))
+            assert all(m.payload == m.body.to_bytes(2, "big") * 10_000 for m in got)
+            assert link.try_send("rows", "later")
+            async with up.link.subscribe("rows") as rows:  # nobody handles them any more
+                assert (await anext(rows)).body == "later"
+
+    trio.run(main)
+
+
 def test_link_down_reaches_everybody_who_waits(network: Any) -> None:
     async def main() -> None:
         async with network.open("a") as a, a.events() as events:
