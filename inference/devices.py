@@ -147,7 +147,7 @@ def _describe(name: str) -> Device:
     capabilities = _property(name, "OPTIMIZATION_CAPABILITIES")
     gops = _property(name, "DEVICE_GOPS")
     peaks = gops.values() if isinstance(gops, dict) else ()
-    driver = _property(name, "NPU_DRIVER_VERSION") if kind == "NPU" else None
+    driver = None if kind == "CPU" else _property(name, f"{kind}_DRIVER_VERSION")
     return Device(
         name=name,
         kind=kind,

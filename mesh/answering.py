@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
@@ -45,10 +45,13 @@ from mesh.transport import (
 if TYPE_CHECKING:
     from mesh.chains import Chains
 
+MAX_ASKING = 16  # heads of chains that are asked at a time
+
 
 class Answering:
     """``chains`` gives the chains that begin here, once there are any; ``rejected`` the peers that
-    the admission test has turned away."""
+    the admission test has turned away. ``began`` is called when a request comes in, ``used`` with
+    the peers of its route when it is done."""
 
     def __init__(
         self,
@@ -60,6 +63,8 @@ class Answering:
         *,
         chains: Callable[[], Chains | None],
         rejected: Callable[[], frozenset[PeerId]],
+        began: Callable[[], None],
+        used: Callable[[Iterable[PeerId]], None],
         rng: random.Random,
     ) -> None:
         self._identity = identity
@@ -69,16 +74,24 @@ class Answering:
         self._holdings = holdings
         self._chains = chains
         self._rejected = rejected
+        self._began = began
+        self._used = used
         self._rng = rng
         self._in_flight = InFlight()
         self._affinity = Affinity()
         self._explanations = explain.Explanations()
         self._slowness = Slowness()
+        self.active = 0  # requests of this node's own clients
+        self._nursery: trio.Nursery | None = None
+        self._asking = 0
         self.forward = ForwardServer(identity, self._run)
 
-    def serve(self) -> None:
-        """Answer peers that ask what a response took here."""
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Answer peers that ask what a response took here, and ask them, until cancelled."""
         self._transport.serve(explain.EXPLAIN_KIND, self._tell_seconds)
+        async with trio.open_nursery() as self._nursery:
+            task_status.started()
+            await trio.sleep_forever()
 
     def _run(self, request: GenerateRequest, assignment: Assignment) -> Run:
         """What runs a request on this node, its own or a peer's. Raises GenerationError."""
@@ -142,17 +155,49 @@ class Answering:
             track=self._track,
             clock=time.time,
         )
-        async with aclosing(answer(request, request_id, around, keep=keep)) as events:
-            async for event in events:
-                if isinstance(event, Completed):
-                    self._completed(request_id, event)
-                yield event
+        self.active += 1
+        self._began()
+        try:
+            async with aclosing(answer(request, request_id, around, keep=keep)) as events:
+                async for event in events:
+                    if isinstance(event, Completed):
+                        self._completed(request_id, event)
+                    yield event
+        finally:
+            self.active -= 1
 
     def _completed(self, response: str, record: Completed) -> None:
         self._explanations.completed(response, record.timings, len(record.token_ids))
-        surprise = self._explanations.surprise(response)
-        if surprise is not None:
-            self._slowness.observed(*surprise, trio.current_time())
+        found = self._explanations.find(response)
+        if found is None:
+            return
+        route = found.choices[-1].route
+        self._used(hop.peer for hop in route.hops)
+        if isinstance(route, Chain) and route.peer != self._identity.peer_id:
+            if self._asking < MAX_ASKING and self._nursery is not None:
+                self._nursery.start_soon(self._learn_later, response, route.peer)
+        else:
+            self._learn(response, self._explanations.stage_seconds(response))
+
+    async def _learn_later(self, response: str, head: PeerId) -> None:
+        """What the stages of a chain have computed only its head knows."""
+        self._asking += 1
+        try:
+            self._learn(response, await self._seconds_at(head, response))
+        finally:
+            self._asking -= 1
+
+    def _learn(self, response: str, stages: explain.StageSeconds) -> None:
+        for peer, predicted, actual in self._explanations.work(response, stages):
+            self._slowness.observed(peer, predicted, actual, trio.current_time())
+
+    async def _seconds_at(self, head: PeerId, response: str) -> explain.StageSeconds:
+        """Empty when the head of the chain does not tell."""
+        with suppress(TransportError, explain.NoFigures):
+            link = await self.reach(head)
+            told = await link.request(explain.EXPLAIN_KIND, response, timeout=5.0)
+            return explain.parse_seconds(told.body)
+        return ()
 
     async def explain(self, response: str) -> dict[str, Any]:
         found = self._explanations.find(response)
@@ -165,10 +210,7 @@ class Answering:
             if head == self._identity.peer_id:
                 actual[head] = self._explanations.stage_seconds(name)
             elif isinstance(choice.route, Chain):
-                with suppress(TransportError, explain.NoFigures):
-                    link = await self.reach(head)
-                    told = await link.request(explain.EXPLAIN_KIND, name, timeout=5.0)
-                    actual[head] = explain.parse_seconds(told.body)
+                actual[head] = await self._seconds_at(head, name)
         return explain.describe(self._gossip.view, found, actual)
 
     async def _tell_seconds(self, request: Request) -> Message:

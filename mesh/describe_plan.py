@@ -12,7 +12,7 @@ from mesh.gossip.view import View
 from mesh.identity import PeerId
 from mesh.routing.placement.claims import Claim
 from mesh.routing.placement.facts import Machine, Speed
-from mesh.routing.placement.from_view import Facts, claims_in
+from mesh.routing.placement.from_view import Facts, claims_in, measured_by
 from mesh.routing.placement.plan import ModelPlan, Plan
 from mesh.routing.placement.predict import PROMPT, ChainPlan, StagePlan
 
@@ -37,6 +37,7 @@ def _model(view: View, model: ModelPlan, claims: Sequence[Claim]) -> dict[str, A
     want = model.want
     shape = want.model
     ready = {(c.peer, c.first, c.last) for c in claims if c.digest == shape.digest and c.ready}
+    measured = measured_by(view, shape.digest)
 
     def stage(one: StagePlan) -> dict[str, Any]:
         return {
@@ -46,6 +47,7 @@ def _model(view: View, model: ModelPlan, claims: Sequence[Claim]) -> dict[str, A
             "last": one.last,
             "bytes": one.bytes,
             "loaded": (one.peer, one.first, one.last) in ready,
+            "speed": "measured" if one.peer in measured else "estimated",
         }
 
     def chain(one: ChainPlan) -> dict[str, Any]:

@@ -93,17 +93,26 @@ class Explanations:
         if before is not None:
             self._kept[response] = replace(before, timings=dict(timings), produced=produced)
 
-    def surprise(self, response: str) -> tuple[PeerId, float, float] | None:
-        """Whole-model responses: who answered, and predicted and actual seconds of work there."""
+    def work(self, response: str, stages: StageSeconds) -> list[tuple[PeerId, float, float]]:
+        """Who worked for a finished response, with predicted and actual seconds of work there.
+
+        ``stages``: what the stages of its chain have computed. Empty where a loss on the way makes
+        the comparison mean nothing.
+        """
         kept = self._kept.get(response)
         if kept is None or not kept.timings or len(kept.choices) != 1:
-            return None
+            return []
         choice = kept.choices[0]
-        if len(choice.hops) != 1 or isinstance(choice.route, Chain):
-            return None
-        guess = choice.hops[0]
-        actual = kept.timings.get("prefill", 0.0) + kept.timings.get("decode", 0.0)
-        return guess.hop.peer, guess.prefill + guess.step * kept.produced, actual
+        if isinstance(choice.route, Chain):
+            actual = {(peer, first, last): seconds for peer, first, last, seconds in stages}
+        else:
+            spent = kept.timings.get("prefill", 0.0) + kept.timings.get("decode", 0.0)
+            actual = {(h.peer, h.first, h.last): spent for h in choice.route.hops}
+        return [
+            (guess.hop.peer, guess.prefill + guess.step * kept.produced, actual[key])
+            for guess in choice.hops
+            if (key := (guess.hop.peer, guess.hop.first, guess.hop.last)) in actual
+        ]
 
     def heads(self, response: str, seconds: Callable[[], StageSeconds]) -> None:
         """A chain that begins here works for a response; ``seconds`` tells for how long so far."""

@@ -1,6 +1,7 @@
-"""Turning models of the store into engines. The one module of ``mesh`` that loads the runtime.
+"""Turning models of the store into engines.
 
-It is imported when there is something to load: a node that holds nothing stays small.
+It brings all of the runtime, so it is imported when there is something to load: a node that holds
+nothing stays small.
 """
 
 from __future__ import annotations
@@ -26,25 +27,11 @@ from inference.static_stage import StaticConfig, StaticStage
 from inference.store.manifest import ModelManifest
 from inference.tokenizer import Tokenizer
 from mesh.config import NodeConfig
-from mesh.gossip.advert import Device
 from mesh.holdings import PROBE_PROMPT, PROBE_STEPS
 from mesh.relay.compute import StageEngine
 
 STAGES = ".stages"  # folder in a model's folder, for what was cut from it
 COMPILED = "compiled"  # folder beside a stage, for what an NPU needs minutes to compile
-
-
-def device_facts() -> tuple[Device, ...]:
-    """The devices of this machine, as adverts tell of them."""
-    return tuple(
-        Device(
-            name=device.name,
-            full_name=device.full_name[:80],
-            total_memory=device.memory_total or None,
-            free_memory=device.memory_free or None,
-        )
-        for device in devices.list_devices()[:8]
-    )
 
 
 async def open_tokenizer(manifest: ModelManifest) -> Tokenizer:
@@ -57,10 +44,12 @@ async def open_stage(
     layers: tuple[int, int],
     config: NodeConfig,
     kv_bytes: int | None = None,
+    context: int | None = None,
 ) -> tuple[StageEngine, dict[str, float]]:
     """Load layers ``[first, last)``, cut first if need be, and measure them.
 
-    ``kv_bytes`` bounds the memory for KV; None: the usual amount.
+    ``kv_bytes`` bounds the memory for KV; None: the usual amount. ``context`` is how many tokens a
+    session is to have at least, which a stage of fixed shapes has to know.
 
     Raises GenerationError when the model has no such layers, cannot be cut or cannot be loaded.
     """
@@ -77,7 +66,7 @@ async def open_stage(
         files = (folder / STAGE_FILE, (folder / STAGE_FILE).with_suffix(".bin"))
         if not all(file.exists() for file in files):
             read_splittable(manifest.file(MODEL_FILE)).write(first, last, folder)
-        stage = _read_stage(files[0], manifest, config, kv_bytes)
+        stage = _read_stage(files[0], manifest, config, kv_bytes, context)
         return stage, measure_stage(stage)
 
     try:
@@ -119,14 +108,18 @@ def measure_stage(stage: StageEngine) -> dict[str, float]:
 
 
 def _read_stage(
-    path: Path, manifest: ModelManifest, config: NodeConfig, kv_bytes: int | None
+    path: Path,
+    manifest: ModelManifest,
+    config: NodeConfig,
+    kv_bytes: int | None,
+    context: int | None,
 ) -> StageEngine:
     paged = _stage_config(config, kv_bytes)
     if not _is_npu(paged.device):
         return Stage.read(path, paged, context_length=manifest.context_length)
     static = StaticConfig(paged.device, kv_bytes=paged.kv_bytes, cache=path.parent / COMPILED)
-    context = min(manifest.context_length, static.context)
-    return StaticStage.read(path, replace(static, context=context))
+    length = min(manifest.context_length, context or static.context)
+    return StaticStage.read(path, replace(static, context=length))
 
 
 def _is_npu(device: str) -> bool:

@@ -39,7 +39,6 @@ from mesh.api.control import create_control_app
 from mesh.config import NodeConfig, StageRange
 from mesh.forward.events import AnswerEvent
 from mesh.forward.following import Follower
-from mesh.gossip.advert import Device
 from mesh.gossip.service import GossipService
 from mesh.gossip.view import View
 from mesh.holdings import Holdings
@@ -148,7 +147,6 @@ class Node:
         self._placing: Placing
         self._admission: AdmissionService
         self._answering: Answering
-        self._devices: tuple[Device, ...] = ()
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -204,9 +202,19 @@ class Node:
             self._holdings,
             chains=lambda: self._stage_serving.chains if self._stage_serving else None,
             rejected=lambda: self._admission.those("rejected"),
+            began=lambda: self._admission.work_began(),
+            used=lambda peers: self._admission.used(peers),
             rng=self._rng,
         )
         self._forward = self._answering.forward
+        self._admission = AdmissionService(
+            self._transport,
+            _thresholds(config),
+            view=lambda: self._gossip.view,
+            is_idle=self._is_idle,
+            announce=lambda links: self._gossip.announce(links=tuple(links)),
+            rng=self._rng,
+        )
         token = secrets.token_urlsafe(24)
         api = create_app(self, api_key=config.api_key, closing=self._closing)
         # The control endpoint is behind a token of its own, so its copy of the API has no key.
@@ -224,7 +232,7 @@ class Node:
                 reach=self._answering.reach,
                 transferred=lambda *facts: self._admission.downloaded(*facts),
             )
-            self._answering.serve()
+            await nursery.start(self._answering.run)
             if Role.SERVE in self._identity.certificate.roles:
                 ModelServer(shelf).serve(self._transport)
             self._placing = Placing(
@@ -235,17 +243,7 @@ class Node:
                 stages=partial(self._stage_server, nursery),
                 fetch=source.get,
             )
-            self._admission = AdmissionService(
-                self._transport,
-                _thresholds(config),
-                view=lambda: self._gossip.view,
-                is_idle=lambda: not any(h.active or h.waiting for h in self._holdings.loads),
-                announce=lambda links: self._gossip.announce(links=tuple(links)),
-                rng=self._rng,
-            )
             await nursery.start(self._admission.run)
-            if self._devices:
-                self._placing.announce_devices(self._devices)
             await nursery.start(self._placing.run)
             serving = partial(serve, stop=self._stop, closing=self._closing)
             async with trio.open_nursery() as endpoints:
@@ -270,20 +268,19 @@ class Node:
         """Load what this node is to serve. Raises GenerationError."""
         if not (self._models or self._stages):
             return
-        from mesh import loading  # brings the runtime, which a node that only asks does without
+        from inference import devices  # brings the runtime: a node that only asks is without it
 
         config = self._config
+        device = await trio.to_thread.run_sync(devices.resolve, config.device)
         expect = partial(
-            self._holdings.expect, device=config.device, slots=config.slots, queue=config.queue
+            self._holdings.expect, device=device, slots=config.slots, queue=config.queue
         )
-        self._devices = loading.device_facts()
-        self._gossip.announce(devices=self._devices)
         stages = await self._stage_server(nursery)
         for manifest in self._models:
             await stages.load_replica(expect(manifest), manifest)
         for manifest, wanted in self._stages:
             layers = wanted.first, wanted.last
-            await stages.load_stage(expect(manifest, layers=layers), manifest, layers, None)
+            await stages.load_stage(expect(manifest, layers=layers), manifest, layers)
 
     async def _stage_server(self, nursery: trio.Nursery) -> StageServer:
         """What loads and serves here; made when it is first needed."""
@@ -315,8 +312,15 @@ class Node:
 
     def _report(self) -> None:
         self._gossip.report(self._holdings.loads)
+        if not self._is_idle():
+            self._admission.work_began()
         self._load_changed.set()
         self._load_changed = trio.Event()
+
+    def _is_idle(self) -> bool:
+        """Whether nothing runs here, neither for this node's own clients nor for peers."""
+        working = any(load.active or load.waiting for load in self._holdings.loads)
+        return not (working or self._answering.active or self._forward.active)
 
     # -- the HTTP port ----------------------------------------------------------------------------
 

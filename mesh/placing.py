@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-import psutil
 import trio
 
 from ca.naming import Role
@@ -21,8 +20,9 @@ from inference.errors import GenerationError
 from inference.store.errors import StoreError
 from inference.store.manifest import ModelManifest
 from inference.store.store import ModelStore
-from mesh.config import NodeConfig, parse_size
-from mesh.gossip.advert import MAX_HOLDINGS, MAX_WANTS, Device, StoredModel, Wanted
+from mesh.capacity import Capacity
+from mesh.config import NodeConfig
+from mesh.gossip.advert import MAX_HOLDINGS, MAX_WANTS, StoredModel, Wanted
 from mesh.gossip.service import GossipService
 from mesh.gossip.view import View
 from mesh.holdings import Holdings
@@ -38,7 +38,6 @@ from mesh.routing.placement.from_view import (
 )
 from mesh.routing.placement.plan import Plan
 from mesh.routing.placement.steps import Drain, Held, Keep, Load, next_steps
-from mesh.speeds import Speeds
 from mesh.wants import OwnWants, describe_model
 
 if TYPE_CHECKING:
@@ -51,16 +50,8 @@ LONGEST = 3.0  # s of news after which it is planned anyway
 LOOK_GAP = 0.2  # s between looks at a view that keeps changing
 BACKOFF = 30.0  # s without offering memory after a load that failed, doubled each time
 LONGEST_BACKOFF = 1800.0
-FREE_SHARE = 0.5  # of the memory that is free at start is offered
 
 Fetch = Callable[[Wanted, tuple[int, int]], Awaitable[ModelManifest]]
-
-
-def offered_memory(config: NodeConfig) -> int:
-    """Bytes that placement may fill here."""
-    if config.memory is not None:
-        return parse_size(config.memory)
-    return int(psutil.virtual_memory().available * FREE_SHARE)
 
 
 class Placing:
@@ -79,64 +70,35 @@ class Placing:
         self._gossip = gossip
         self._holdings = holdings
         self._me = identity.peer_id
-        self._may_serve = Role.SERVE in identity.certificate.roles
         self._may_publish = bool({Role.SERVE, Role.ADMIN} & identity.certificate.roles)
         self._config = config
         self._stages = stages
         self._fetch = fetch
         self._store = ModelStore(config.models)
         self._own = OwnWants(config.home / "wants.json")
-        self._speeds = Speeds(config.home / "speeds.json")
-        self._memory = offered_memory(config) if self._may_serve else 0
-        self._devices: tuple[Device, ...] = ()
-        self._device = config.device
+        self._capacity = Capacity(
+            config,
+            lambda devices, speeds: gossip.announce(devices=devices, speeds=speeds),
+            serves=Role.SERVE in identity.certificate.roles,
+        )
         self._placed: dict[int, Want] = {}  # holdings by placement, and what for
         self._loading: set[int] = set()
         self._leaving: set[int] = set()  # holdings that drain, or will when they are loaded
-        self._learnt: set[int] = set()  # holdings whose measurement was taken
         self._failures = 0
-        self._offers = True
         self._nursery: trio.Nursery
         self.plan = Plan(())  # the layout as planned last
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         stored = await trio.to_thread.run_sync(self._store.list)
-        self._gossip.announce(
-            wants=self._wants(self._gossip.view),
-            speeds=self._speeds.rows,
-            stored=_rows(stored),
-        )
-        self.announce_devices(self._devices or (Device(name=self._config.device),))
+        self._gossip.announce(wants=self._wants(self._gossip.view), stored=_rows(stored))
         async with trio.open_nursery() as self._nursery:
+            self._nursery.start_soon(self._capacity.discover)
             task_status.started()
             known: object = None
             while True:
                 known = await self._settled(known)
                 await self._act()
                 await trio.sleep(LOOK_GAP)
-
-    def announce_devices(self, devices: Sequence[Device]) -> None:
-        """What this machine has, with what placement may use of it."""
-        self._devices = tuple(devices)
-        if not self._devices:
-            return
-        name = self._config.device
-        chosen = next((d for d in self._devices if d.name == name), self._devices[0])
-        self._device = chosen.name
-        decode, prefill = self._speeds.rates(chosen.name)
-        offered = chosen.model_copy(
-            update={
-                "offered": self._offer or None,
-                "decode_rate": decode,
-                "prefill_rate": prefill,
-            }
-        )
-        self._gossip.announce(devices=tuple(offered if d is chosen else d for d in self._devices))
-
-    @property
-    def _offer(self) -> int:
-        """Memory for placement; after a failure only that of what is loaded."""
-        return self._memory if self._offers else self._used
 
     @property
     def _used(self) -> int:
@@ -182,13 +144,15 @@ class Placing:
         return tuple(rows)
 
     async def _act(self) -> None:
+        if wants_in(self._gossip.view):
+            await self._capacity.probe()
         view = self._gossip.view
         facts = facts_in(view)
         self._learn(view)
         if facts.wants or self._placed:
             self.plan = await trio.to_thread.run_sync(_arrange, facts)
             held = self._held(facts.claims)
-            for step in next_steps(self._me, self._offer, self.plan, facts.claims, held):
+            for step in next_steps(self._me, self._capacity.offered, self.plan, facts.claims, held):
                 await self._take(step, facts.claims)
         self._gossip.announce(wants=self._wants(self._gossip.view))
 
@@ -221,15 +185,9 @@ class Placing:
     def _learn(self, view: View) -> None:
         """Speeds of what was loaded, for the plans of all."""
         shapes = {w.digest: want_of(w).model for w in newest_wants(view)}
-        news = False
         for holding in self._holdings.announced:
-            fresh = holding.ready and holding.id not in self._learnt
-            if fresh and holding.digest in shapes:
-                self._learnt.add(holding.id)
-                news |= self._speeds.learn(holding, shapes[holding.digest])
-        if news:
-            self._gossip.announce(speeds=self._speeds.rows)
-            self.announce_devices(self._devices)
+            if holding.digest in shapes:
+                self._capacity.learn(holding, shapes[holding.digest])
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -251,18 +209,21 @@ class Placing:
 
     def _claim(self, want: Want, first: int, last: int, sequence: int) -> int:
         model = want.model
-        whole = (first, last) == (0, model.layers)
         number = self._holdings.expect(
             model,
-            device=self._device,
+            device=self._capacity.device,
             slots=want.sessions,
             queue=self._config.queue,
-            layers=None if whole else (first, last),
+            layers=None if self._is_replica(model.layers, (first, last)) else (first, last),
             claim=sequence,
         )
         self._placed[number] = want
         self._loading.add(number)
         return number
+
+    def _is_replica(self, layers: int, given: tuple[int, int]) -> bool:
+        """Whether it is loaded as a whole model: devices of fixed shapes run it as a stage."""
+        return given == (0, layers) and not self._capacity.static
 
     async def _load(self, number: int, wanted: Wanted, want: Want, layers: tuple[int, int]) -> None:
         first, last = layers
@@ -271,10 +232,10 @@ class Placing:
             manifest = await self._fetch(wanted, layers)
             stages = await self._stages()
             kv = (last - first) * wanted.kv_bytes * want.context * want.sessions
-            if layers == (0, wanted.layers):
+            if self._is_replica(wanted.layers, layers):
                 await stages.load_replica(number, manifest, kv)
             else:
-                await stages.load_stage(number, manifest, layers, kv)
+                await stages.load_stage(number, manifest, layers, kv, want.context)
         except Exception as error:
             known = isinstance(error, GenerationError | StoreError | OSError)
             _log.error(
@@ -297,16 +258,14 @@ class Placing:
 
     async def _failed(self, number: int) -> None:
         """Give the claim back and offer nothing for a while, so that others take it."""
-        self._offers = False
         self._placed.pop(number, None)
         self._leaving.discard(number)
         await self._holdings.remove(number)
-        self.announce_devices(self._devices)
+        self._capacity.offer(self._used)  # what is loaded stays
         wait = min(BACKOFF * 2**self._failures, LONGEST_BACKOFF)
         self._failures += 1
         await trio.sleep(wait)
-        self._offers = True
-        self.announce_devices(self._devices)
+        self._capacity.offer(None)
 
     async def _drain(self, number: int) -> None:
         stages = await self._stages()

@@ -73,14 +73,20 @@ class StageServer:
     # -- loading ----------------------------------------------------------------------------------
 
     async def load_stage(
-        self, number: int, manifest: ModelManifest, layers: tuple[int, int], kv_bytes: int | None
+        self,
+        number: int,
+        manifest: ModelManifest,
+        layers: tuple[int, int],
+        kv_bytes: int | None = None,
+        context: int | None = None,
     ) -> None:
-        """Load and serve the announced holding ``number``. Raises GenerationError."""
+        """Load and serve the announced holding ``number``; sizes as for
+        :func:`mesh.loading.open_stage`. Raises GenerationError."""
         if manifest.digest not in self._tokenized:
             tokenizer = await loading.open_tokenizer(manifest)
             self.chains.add_model(StagedModel(manifest, tokenizer))
             self._tokenized.add(manifest.digest)
-        stage, speed = await loading.open_stage(manifest, layers, self._config, kv_bytes)
+        stage, speed = await loading.open_stage(manifest, layers, self._config, kv_bytes, context)
         await trio.lowlevel.checkpoint_if_cancelled()  # the thread could not be: the node stops
         self._gone[number] = trio.Event()
 

@@ -75,18 +75,16 @@ def judge(
 ) -> Standing:
     """The standing after a test. ``tokens_per_second``: what the peer says it makes, alone."""
     strict = standing.state != "admitted"
-    problems = _problems(
-        measured, tokens_per_second, thresholds, RECOVERED if strict else 1.0, by=1.0
-    )
-    badly = _problems(measured, tokens_per_second, thresholds, 1.0, by=BADLY)
-    if problems:
+    found = problems(measured, tokens_per_second, thresholds, share=RECOVERED if strict else 1.0)
+    badly = problems(measured, tokens_per_second, thresholds, by=BADLY)
+    if found:
         after = replace(
             standing,
             fails=standing.fails + 1,
             worse=standing.worse + 1 if badly else 0,
             passes=0,
         )
-        reason = "; ".join(badly or problems)
+        reason = "; ".join(badly or found)
     else:
         after = replace(standing, fails=0, worse=0, passes=standing.passes + 1)
         reason = ""
@@ -129,13 +127,13 @@ def _next_interval(standing: Standing) -> float:
     return min(LONGEST_RETEST, standing.interval * 2)
 
 
-def _problems(
+def problems(
     measured: LinkSummary,
     tokens_per_second: float | None,
     limits: Thresholds,
-    share: float,
     *,
-    by: float,
+    share: float = 1.0,
+    by: float = 1.0,
 ) -> list[str]:
     """What is beyond ``share`` of its threshold, by a factor of ``by``."""
     found = []

@@ -1,20 +1,21 @@
 """Tests of peers over their links, at a pace that the policy sets, and what others are told of it.
 
-Small probes are frequent; bandwidth is tested seldom, one peer at a time, and never while this node
-or the peer works for anyone.
+Small probes are frequent, and what requests show of a link anyway is taken too. Bandwidth is tested
+seldom, one peer at a time, and never while this node or the peer works for anyone: the peer is
+asked first and says when that ends, and the test ends at once when work begins on either side.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import trio
 
 from mesh.admission.measure import LinkMeasure, LinkSummary
-from mesh.admission.policy import Standing, Thresholds, judge
+from mesh.admission.policy import Standing, Thresholds, judge, problems
 from mesh.admission.report import rows
 from mesh.gossip.advert import SeenLink
 from mesh.gossip.view import NodeView, View
@@ -23,8 +24,12 @@ from mesh.transport import (
     DeadlineExceeded,
     Link,
     LinkDown,
+    LinkFigures,
+    LinkMoved,
     LinkUp,
+    Message,
     RemoteError,
+    Request,
     Transport,
     TransportError,
     measure_link,
@@ -41,7 +46,12 @@ FIRST_TEST = 1.0  # s after a link comes up
 BANDWIDTH_AFTER = 5.0  # s that a link must be up
 BANDWIDTH_EVERY = 1800.0
 BANDWIDTH_MEGABYTES = 1
-BANDWIDTH_SECONDS = 2.0
+BANDWIDTH_SECONDS = 2.0  # each way
+LEAST_GAP = 0.5  # s between tests of one peer
+# A peer is asked with this before bandwidth is tested. It answers when it has nothing to do, and
+# the answer goes on until it has.
+IDLE_KIND = "admission.idle"
+LONGEST_IDLE = 15.0  # s that a peer may take for a test
 
 
 @dataclass(slots=True)
@@ -49,10 +59,13 @@ class _Peer:
     measure: LinkMeasure = field(default_factory=LinkMeasure)
     standing: Standing = field(default_factory=Standing)
     scope: trio.CancelScope | None = None
+    pongs: int = 0  # of the link, that have been counted
+    wake: trio.Event = field(default_factory=trio.Event)  # test it now
 
 
 class AdmissionService:
-    """``announce`` tells the mesh what was measured; ``is_idle`` says whether nothing runs here."""
+    """``announce`` tells the mesh what was measured; ``is_idle`` says whether nothing runs here,
+    and :meth:`work_began` has to be called when that changes."""
 
     def __init__(
         self,
@@ -71,7 +84,8 @@ class AdmissionService:
         self._announce = announce
         self._rng = rng
         self._peers: dict[PeerId, _Peer] = {}
-        self._bandwidth = trio.Lock()
+        self._bandwidth = trio.Lock()  # held while any test of bandwidth goes on here
+        self._work = trio.Event()  # set, and replaced, when work begins
         self._announced: tuple[SeenLink, ...] = ()
 
     # -- what is known ----------------------------------------------------------------------------
@@ -93,9 +107,32 @@ class AdmissionService:
         if known is not None:
             known.measure = known.measure.downloaded(size, seconds, trio.current_time())
 
+    def work_began(self) -> None:
+        """This node has something to do: a test of bandwidth ends now."""
+        self._work.set()
+        self._work = trio.Event()
+
+    def used(self, peers: Iterable[PeerId]) -> None:
+        """A request has gone over the links to these peers: take what it showed of them."""
+        now = trio.current_time()
+        for peer in peers:
+            known, link = self._peers.get(peer), self._transport.link(peer)
+            if known is None or link is None:
+                continue
+            if link.rtt is not None and link.pongs != known.pongs:
+                known.measure = known.measure.answered(link.rtt, now)
+                known.pongs = link.pongs
+            counts = packets_of(link)
+            if counts is not None:
+                known.measure = known.measure.counted(*counts, now)
+            summary = known.measure.summary(now)
+            if known.standing.state == "admitted" and problems(summary, None, self._thresholds):
+                known.wake.set()  # test it before the next one suffers from it
+
     # -- testing ----------------------------------------------------------------------------------
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        self._transport.serve_stream(IDLE_KIND, self._while_idle)
         async with self._transport.events() as events, trio.open_nursery() as nursery:
             for link in list(self._transport.links.values()):
                 self._follow(link, nursery)
@@ -103,6 +140,8 @@ class AdmissionService:
             async for event in events:
                 if isinstance(event, LinkUp):
                     self._follow(event.link, nursery)
+                elif isinstance(event, LinkMoved):
+                    self._peers.setdefault(event.link.peer, _Peer()).wake.set()
                 elif isinstance(event, LinkDown):
                     known = self._peers.get(event.peer)
                     if known is not None and known.scope is not None:
@@ -131,7 +170,11 @@ class AdmissionService:
                 if known.measure.bandwidth_at < 0:
                     wait = min(wait, BANDWIDTH_AFTER)
                 # Nodes that were started together do not test together.
-                await trio.sleep(max(0.5, wait * self._rng.uniform(0.8, 1.2)))
+                await trio.sleep(LEAST_GAP)
+                rest = wait * self._rng.uniform(0.8, 1.2) - LEAST_GAP
+                with trio.move_on_after(max(0.0, rest)):
+                    await known.wake.wait()
+                known.wake = trio.Event()
 
     async def _test(self, link: Link, known: _Peer) -> None:
         for _ in range(PROBES):
@@ -158,26 +201,65 @@ class AdmissionService:
 
     def _wants_bandwidth(self, link: Link, known: _Peer, up: float) -> bool:
         due = trio.current_time() - known.measure.bandwidth_at > BANDWIDTH_EVERY
-        node = self._view().nodes.get(link.peer)
-        busy = node is not None and any(n.active or n.waiting for n in node.load.values())
-        return due and up > BANDWIDTH_AFTER and not busy and self._is_idle()
+        return due and up > BANDWIDTH_AFTER and self._is_idle()
 
     async def _test_bandwidth(self, link: Link, known: _Peer) -> None:
         async with self._bandwidth:
-            try:
-                found = await measure_link(
-                    link,
-                    megabytes=BANDWIDTH_MEGABYTES,
-                    round_trips=1,
-                    seconds=BANDWIDTH_SECONDS,
-                )
-            except (TransportError, RemoteError) as error:
-                _log.info("bandwidth to %s cannot be measured: %s", link.peer, error)
-                return
+            found = await self._measure_while_idle(link)
+        if found is not None:
             now = trio.current_time()
             size = BANDWIDTH_MEGABYTES << 20
             measure = known.measure.uploaded(size, size / max(1.0, found.up_mb_s * 1e6), now)
             known.measure = measure.downloaded(size, size / max(1.0, found.down_mb_s * 1e6), now)
+
+    async def _measure_while_idle(self, link: Link) -> LinkFigures | None:
+        """None when it could not be done, or work began on either side before it was."""
+        found: LinkFigures | None = None
+        work = self._work
+        if not self._is_idle():
+            return None
+        async with trio.open_nursery() as nursery:
+
+            async def until_work_here() -> None:
+                await work.wait()
+                nursery.cancel_scope.cancel()
+
+            async def until_work_there() -> None:
+                try:
+                    async with link.stream(IDLE_KIND) as idle:
+                        if await anext(idle, None) is not None:
+                            nursery.start_soon(measure)
+                            await anext(idle, None)
+                except (TransportError, RemoteError) as error:
+                    _log.debug("bandwidth to %s is not measured: %s", link.peer, error)
+                nursery.cancel_scope.cancel()
+
+            async def measure() -> None:
+                nonlocal found
+                try:
+                    found = await measure_link(
+                        link,
+                        megabytes=BANDWIDTH_MEGABYTES,
+                        round_trips=1,
+                        seconds=BANDWIDTH_SECONDS,
+                    )
+                except (TransportError, RemoteError) as error:
+                    _log.info("bandwidth to %s cannot be measured: %s", link.peer, error)
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(until_work_here)
+            nursery.start_soon(until_work_there)
+        return found
+
+    async def _while_idle(self, request: Request) -> AsyncGenerator[Message, None]:
+        """The peer's side: one message, and the end when this node gets something to do."""
+        if not self._is_idle() or self._bandwidth.locked():
+            raise RemoteError("busy", "this node has something to do")
+        work = self._work
+        async with self._bandwidth:
+            yield Message()
+            with trio.move_on_after(LONGEST_IDLE):
+                await work.wait()
 
     def _tell(self) -> None:
         now = trio.current_time()

@@ -109,8 +109,10 @@ def _print(answer: Any, *, as_json: bool) -> int:
         for chain in model["chains"]:
             kind = "replica" if len(chain["stages"]) == 1 else f"chain of {len(chain['stages'])}"
             state = "" if chain["loaded"] else ", not loaded yet"
+            guessed = any(stage["speed"] == "estimated" for stage in chain["stages"])
+            estimate = " by estimate" if guessed else ""
             print(
-                f"  {kind}: {chain['tokens_per_second']:.1f} tokens/s, first token of "
+                f"  {kind}: {chain['tokens_per_second']:.1f} tokens/s{estimate}, first token of "
                 f"{answer['prompt_tokens']} after {chain['first_token_ms']:.0f} ms{state}"
             )
             for stage in chain["stages"]:

@@ -50,9 +50,9 @@ class Device(Row):
     """An OpenVINO device. Memory in bytes; None where the driver does not say.
 
     ``offered`` is what placement may fill there in all, what it has loaded already included; None
-    where it may load nothing. The rates say how fast weights are worked through, for models that
-    were not measured here: bytes per second in a step of one session, and bytes times prompt tokens
-    per second. ``busy`` is the share of its time, in eighths, that other work takes.
+    where it may load nothing. The rates say how fast it works through weights, for estimates of
+    models that were not measured here: bytes per second in a step of one session, and bytes times
+    prompt tokens per second; None where it was not tried.
     """
 
     name: DeviceName  # as OpenVINO calls it: CPU, GPU.0, NPU
@@ -62,7 +62,6 @@ class Device(Row):
     offered: int | None = Field(None, ge=0, lt=1 << 50)
     decode_rate: int | None = Field(None, ge=1, lt=1 << 50)
     prefill_rate: int | None = Field(None, ge=1, lt=1 << 60)
-    busy: int = Field(0, ge=0, le=8)
 
 
 class Holding(Row):

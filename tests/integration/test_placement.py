@@ -6,6 +6,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
@@ -63,9 +64,9 @@ def ask(node: Any, model: str) -> str:
     return text
 
 
-def complete(node: Any, model: str) -> dict[str, Any]:
+def complete(node: Any, model: str, **more: Any) -> dict[str, Any]:
     response = httpx2.post(
-        f"{node.api}/v1/completions", json={"model": model, **PROMPT}, timeout=60
+        f"{node.api}/v1/completions", json={"model": model, **PROMPT, **more}, timeout=60
     )
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
@@ -135,5 +136,21 @@ def test_what_if_and_taking_back(nodes: list[Any], demo_model: ModelManifest) ->
     model = json.loads(done.stdout)["models"][0]
     assert ["added-1"] in [[s["name"] for s in chain["stages"]] for chain in model["chains"]]
     assert node.cli("plan", "--what-if", "remove:nobody").returncode == 1
-    assert node.cli("serve", demo_model.name, "--replicas", "0").returncode == 0
-    eventually(lambda: not httpx2.get(f"{node.api}/v1/models").json()["data"], 30)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(complete, node, demo_model.name, max_tokens=150, ignore_eos=True)
+        eventually(lambda: busy(node), 20)
+        assert node.cli("serve", demo_model.name, "--replicas", "0").returncode == 0
+        eventually(lambda: not httpx2.get(f"{node.api}/v1/models").json()["data"], 30)
+        # What ran when the model was taken back has been finished on what was there.
+        assert not running.done()
+        assert running.result(60)["usage"]["completion_tokens"] == 150
+    eventually(lambda: not holdings(node), 30)
+
+
+def holdings(node: Any) -> list[dict[str, Any]]:
+    view = httpx2.get(f"{node.api}/v1/mesh/view").json()
+    return [holding for one in view["nodes"] for holding in one["holdings"]]
+
+
+def busy(node: Any) -> bool:
+    return any(holding["active"] for holding in holdings(node))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -127,3 +128,53 @@ def test_three_entry_nodes_do_not_stampede(replicas: tuple[Any, str]) -> None:
     assert sum(answered.values()) == 200
     # How fast each of the two measured itself depends on the moment; neither may get nearly all.
     assert min(answered[first.peer], answered[second.peer]) >= 40, answered
+
+
+@contextmanager
+def halting(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Inside, the process runs for a tenth of the time."""
+    over = threading.Event()
+
+    def halt() -> None:
+        while not over.wait(0.01):
+            process.send_signal(signal.SIGSTOP)
+            over.wait(0.09)
+            process.send_signal(signal.SIGCONT)
+
+    thread = threading.Thread(target=halt)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="a process is slowed down by signals")
+def test_a_stage_that_has_become_slow_is_routed_around(replicas: tuple[Any, str]) -> None:
+    network, model = replicas
+    head = network.start("head", "--stage", f"{model}:0-15")
+    tails = [
+        network.start(f"tail-{n}", "--stage", f"{model}:15-30", peers=(head,)) for n in range(2)
+    ]
+    entry = network.start("entry", peers=(head, *tails))
+    wait_for(entry, 3, model)
+
+    def tail() -> str:
+        """Who ran the second half."""
+        response = httpx2.post(
+            f"{entry.api}/v1/completions",
+            json={"model": model, "prompt": "Tell me a story.", "max_tokens": 12,
+                  "ignore_eos": True, "temperature": 0},
+            timeout=240,
+        )  # fmt: skip
+        assert response.status_code == 200, response.text
+        return str(response.json()["mesh"]["nodes"][-1]["node"])
+
+    tail()  # what is used for the first time is slow for once
+    usual = tail()
+    (slow,) = [node for node in tails if node.peer == usual]
+    (fine,) = [node for node in tails if node.peer != usual]
+    with halting(slow.process):
+        assert any(tail() == fine.peer for _ in range(8)), "the slow one is used again and again"
+        assert Counter(tail() for _ in range(6)) == {fine.peer: 6}

@@ -92,8 +92,9 @@ class Machine:
     """A node that may hold stages, with one device for them.
 
     ``memory`` is what it offers to placement in all, what is loaded there already included.
-    ``speeds`` are by model digest, measured; the rates are for other models. ``busy`` is the share
-    of its time that work outside of placement takes. ``stored``: digests of models on its disk.
+    ``speeds`` are by model digest, measured or estimated from those of others; the rates are for
+    other models. ``busy`` is the share of its time that other models on it take. ``stored``:
+    digests of models on its disk.
     ``alone``: it may hold whole models, and has no place in chains of several.
     """
 

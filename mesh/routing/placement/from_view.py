@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ca.certificate import Role
-from mesh.gossip.advert import Device, SeenLink, Wanted
+from mesh.gossip.advert import Device, MeasuredSpeed, SeenLink, Wanted
 from mesh.gossip.anti_entropy import key_of
 from mesh.gossip.view import NodeView, View
 from mesh.identity import PeerId
@@ -28,6 +28,7 @@ from mesh.routing.placement.facts import (
 
 TENTH_MS = 1e-4  # s
 KILOBYTE = 1e3
+PROBE_NOISE = 1.5  # times
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def machines_in(view: View) -> tuple[Machine, ...]:
     """Nodes that offer memory to placement. Those that peers reject are left out, those that they
     quarantine hold whole models only."""
     verdicts = verdicts_in(view)
-    usual = _usual_speeds(view)
+    usual = _Usual(view)
     found = []
     for peer, node in view.nodes.items():
         device = offered_device(node)
@@ -113,17 +114,15 @@ def machines_in(view: View) -> tuple[Machine, ...]:
                 memory=device.offered,
                 speeds=MappingProxyType(
                     {
-                        **(usual if device.decode_rate is None else {}),
+                        **usual.on(device),
                         **{
                             speed.digest: Speed(speed.prefill, speed.decode)
-                            for speed in node.advert.speeds
-                            if speed.device == device.name
+                            for speed, _ in _measured(node)
                         },
                     }
                 ),
                 decode_rate=float(device.decode_rate or DEFAULT_DECODE_RATE),
                 prefill_rate=float(device.prefill_rate or DEFAULT_PREFILL_RATE),
-                busy=device.busy / 8,
                 stored=frozenset(stored.digest for stored in node.advert.stored),
                 alone=state == 1,
             )
@@ -131,21 +130,54 @@ def machines_in(view: View) -> tuple[Machine, ...]:
     return tuple(found)
 
 
-def _usual_speeds(view: View) -> dict[str, Speed]:
-    """What nodes have measured, the median: nodes that have measured nothing are taken for such."""
-    known: dict[str, list[tuple[float, float]]] = {}
-    for node in view.nodes.values():
-        device = offered_device(node)
-        for speed in node.advert.speeds:
-            if device is not None and speed.device == device.name:
-                known.setdefault(speed.digest, []).append((speed.prefill, speed.decode))
-    return {
-        digest: Speed(
-            statistics.median_low(prefill for prefill, _ in found),
-            statistics.median_low(decode for _, decode in found),
-        )
-        for digest, found in known.items()
-    }
+class _Usual:
+    """Estimates for machines that have not measured a model, from those that have: the median,
+    of each taken as much faster or slower as its device is where both were probed."""
+
+    def __init__(self, view: View) -> None:
+        self._measured: dict[str, list[tuple[MeasuredSpeed, Device]]] = {}
+        for node in view.nodes.values():
+            for speed, device in _measured(node):
+                self._measured.setdefault(speed.digest, []).append((speed, device))
+
+    def on(self, device: Device) -> dict[str, Speed]:
+        """By model."""
+        return {
+            digest: Speed(
+                statistics.median_low(
+                    speed.prefill * _ratio(other.prefill_rate, device.prefill_rate)
+                    for speed, other in found
+                ),
+                statistics.median_low(
+                    speed.decode * _ratio(other.decode_rate, device.decode_rate)
+                    for speed, other in found
+                ),
+            )
+            for digest, found in self._measured.items()
+        }
+
+
+def _measured(node: NodeView) -> list[tuple[MeasuredSpeed, Device]]:
+    """What was measured on the device that placement uses there."""
+    device = offered_device(node)
+    if device is None:
+        return []
+    return [(speed, device) for speed in node.advert.speeds if speed.device == device.name]
+
+
+def measured_by(view: View, digest: str) -> frozenset[PeerId]:
+    """Who has measured a model; what the others make of it is an estimate."""
+    return frozenset(
+        peer
+        for peer, node in view.nodes.items()
+        if any(speed.digest == digest for speed, _ in _measured(node))
+    )
+
+
+def _ratio(one: int | None, other: int | None) -> float:
+    ratio = one / other if one and other else 1.0
+    # A probe takes a second on a machine that may be busy: small differences say nothing.
+    return ratio if not 1 / PROBE_NOISE < ratio < PROBE_NOISE else 1.0
 
 
 def offered_device(node: NodeView) -> Device | None:

@@ -1,90 +1,200 @@
-"""Two nodes test each other over a real link."""
+"""The tests that peers make of each other, over a real link on loopback."""
 
 from __future__ import annotations
 
 import random
 import time
+from contextlib import asynccontextmanager
 from types import MappingProxyType
 
 import pytest
 import trio
 
+from mesh.admission import service as service_module
 from mesh.admission.policy import Thresholds
 from mesh.admission.service import AdmissionService
 from mesh.gossip.anti_entropy import key_of
 from mesh.gossip.view import View
 from mesh.identity import TrustStore
-from mesh.transport import Transport, TransportConfig
+from mesh.transport import Link, Transport, TransportConfig
 
 LOOPBACK = ("/ip4/127.0.0.1/udp/0/quic-v1",)
 
 
-def run(make_authority, tmp_path, thresholds, idle, until):
-    """What ``a`` has measured of ``b`` and announced, once ``until`` holds."""
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(service_module, "FIRST_TEST", 0.1)
+    monkeypatch.setattr(service_module, "PROBE_GAP", 0.02)
+    monkeypatch.setattr(service_module, "BANDWIDTH_AFTER", 0.3)
+
+
+class Node:
+    """One end of a link, with what it tells of it."""
+
+    def __init__(self, transport: Transport, thresholds: Thresholds) -> None:
+        self.transport = transport
+        self.idle = True
+        self.told = []
+        self._heard = trio.Event()
+        self.service = AdmissionService(
+            transport,
+            thresholds,
+            view=lambda: View(transport.peer_id, 0.0, MappingProxyType({})),
+            is_idle=lambda: self.idle,
+            announce=self._announce,
+            rng=random.Random(transport.peer_id),  # not in step with the other one
+        )
+
+    def _announce(self, links):
+        self.told.append(links)
+        self._heard.set()
+        self._heard = trio.Event()
+
+    async def until(self, holds):
+        with trio.fail_after(30):
+            while not holds():
+                await self._heard.wait()
+
+    def work(self):
+        self.idle = False
+        self.service.work_began()
+
+
+def run(make_authority, tmp_path, main, thresholds=None):
+    """``main(a, b, link)``; the link is a's to b, and only a has ``thresholds``."""
     authority = make_authority("testnet", time.time() - 86_400)
 
-    def opened(name):
+    @asynccontextmanager
+    async def opened(name, limits):
         trust = TrustStore(authority.network, [authority.root], tmp_path / name)
-        return Transport.open(TransportConfig(listen=LOOPBACK), authority.identity(name), trust)
+        own = authority.identity(name)
+        async with Transport.open(TransportConfig(listen=LOOPBACK), own, trust) as transport:
+            yield Node(transport, limits)
 
-    async def main():
-        told = []
-        heard = trio.Event()
-
-        def announce(links):
-            told.append(links)
-            nonlocal heard
-            heard.set()
-            heard = trio.Event()
-
-        async with opened("a") as a, opened("b") as b, trio.open_nursery() as nursery:
-            service = AdmissionService(
-                a,
-                thresholds,
-                view=lambda: View(a.peer_id, 0.0, MappingProxyType({})),
-                is_idle=lambda: idle,
-                announce=announce,
-                rng=random.Random(1),
-            )
-            await nursery.start(service.run)
-            await a.connect(b.addresses[0])
-            with trio.fail_after(60):
-                while not until(service, b.peer_id):
-                    await heard.wait()
-            summary = service.summary(b.peer_id)
+    async def outer():
+        async with (
+            opened("a", thresholds or Thresholds()) as a,
+            opened("b", Thresholds()) as b,
+            trio.open_nursery() as nursery,
+        ):
+            for node in (a, b):
+                await nursery.start(node.service.run)
+            await main(a, b, lambda: a.transport.connect(b.transport.addresses[0]))
             nursery.cancel_scope.cancel()
-        return service, b.peer_id, told[-1], summary
 
-    return trio.run(main)
+    trio.run(outer)
 
 
-@pytest.mark.slow
 def test_round_trips_and_bandwidth_are_measured_and_told(make_authority, tmp_path):
-    service, peer, told, _ = run(
-        make_authority,
-        tmp_path,
-        Thresholds(),
-        True,
-        lambda service, peer: service.summary(peer).upload is not None,
-    )
-    assert service.standings[peer].state == "admitted"
-    assert [row.key for row in told] == [key_of(peer)]
-    row = told[0]
-    assert row.rtt is not None and row.loss is not None and row.state == 0
-    assert row.upload > 0 and row.download > 0
+    async def main(a, b, connect):
+        link = await connect()
+        await a.until(lambda: a.service.summary(link.peer).upload is not None)
+        assert a.service.standings[link.peer].state == "admitted"
+        assert [row.key for row in a.told[-1]] == [key_of(link.peer)]
+        row = a.told[-1][0]
+        assert row.rtt is not None and row.loss is not None and row.state == 0
+        assert row.upload > 0 and row.download > 0
+
+    run(make_authority, tmp_path, main)
 
 
-@pytest.mark.slow
-def test_a_peer_beyond_a_threshold_is_quarantined_and_nothing_bulky_is_sent_beside_work(
-    make_authority, tmp_path
+def test_a_peer_beyond_a_threshold_is_quarantined(make_authority, tmp_path, monkeypatch):
+    monkeypatch.setattr("mesh.admission.policy.QUARANTINE_RETEST", 0.1)
+
+    async def main(a, b, connect):
+        link = await connect()
+        await a.until(lambda: a.service.those("quarantined") == {link.peer})
+        assert "rtt" in a.service.standings[link.peer].reason
+        assert a.told[-1][0].state == 1
+
+    run(make_authority, tmp_path, main, Thresholds(max_rtt=1e-6))
+
+
+@pytest.fixture
+def transfers(monkeypatch):
+    """Links whose bandwidth was tested."""
+    seen = []
+    measure = service_module.measure_link
+
+    async def counted(link: Link, **how):
+        seen.append(link)
+        return await measure(link, **how)
+
+    monkeypatch.setattr(service_module, "measure_link", counted)
+    return seen
+
+
+@pytest.mark.parametrize("who", ["this node", "the peer"])
+def test_nothing_bulky_is_sent_while_either_side_works(
+    make_authority, tmp_path, transfers, monkeypatch, who
 ):
-    service, peer, told, summary = run(
-        make_authority,
-        tmp_path,
-        Thresholds(max_rtt=1e-6),
-        False,  # this node is never idle
-        lambda service, peer: service.those("quarantined") == {peer},
-    )
-    assert "rtt" in service.standings[peer].reason
-    assert told[0].state == 1
-    assert summary.upload is None
+    monkeypatch.setattr(service_module, "LEAST_GAP", 0.05)
+
+    async def main(a, b, connect):
+        worker = a if who == "this node" else b
+        worker.work()
+        link = await connect()
+        asked = a.service._measure_while_idle
+        # Tests that are due, and one that was decided on just before.
+        await a.until(lambda: a.service.summary(link.peer).rtt is not None)
+        await trio.sleep(1.5)
+        assert await asked(link) is None
+        assert not transfers
+        worker.idle = True
+        await a.until(lambda: a.service.summary(link.peer).upload is not None)
+        assert transfers
+
+    run(make_authority, tmp_path, main)
+
+
+@pytest.mark.parametrize("who", ["this node", "the peer"])
+def test_a_test_of_bandwidth_ends_when_work_begins(make_authority, tmp_path, monkeypatch, who):
+    monkeypatch.setattr(service_module, "BANDWIDTH_AFTER", 1e9)  # only the one that is asked for
+    monkeypatch.setattr(service_module, "BANDWIDTH_MEGABYTES", 1000)
+    monkeypatch.setattr(service_module, "BANDWIDTH_SECONDS", 60.0)
+    begun = trio.Event()
+    measure = service_module.measure_link
+
+    async def noticed(link: Link, **how):
+        begun.set()
+        return await measure(link, **how)
+
+    monkeypatch.setattr(service_module, "measure_link", noticed)
+
+    async def main(a, b, connect):
+        link = await connect()
+        found = []
+
+        async def test():
+            found.append(await a.service._measure_while_idle(link))
+
+        with trio.fail_after(10):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(test)
+                await begun.wait()
+                await trio.sleep(0.2)
+                assert not found
+                (a if who == "this node" else b).work()
+        assert found == [None]
+
+    run(make_authority, tmp_path, main)
+
+
+def test_what_requests_show_of_a_link_is_taken(make_authority, tmp_path, monkeypatch):
+    async def main(a, b, connect):
+        link = await connect()
+        await a.until(lambda: a.service.summary(link.peer).rtt is not None)
+        before = a.service.summary(link.peer).rtt
+        a.service.used([link.peer])
+        # A ping of the link that took long, as while a request was under way.
+        link._liveness._outstanding[99] = trio.current_time() - 30.0
+        link._liveness.answered(99, trio.current_time())
+        a.service.used([link.peer, "12D3KooWNobody"])
+        after = a.service.summary(link.peer).rtt
+        assert after > before and after > 0.1
+        a.service.used([link.peer])  # the same pong does not count twice
+        assert a.service.summary(link.peer).rtt == after
+        # That is beyond the threshold: it is tested now, and not in a minute.
+        await a.until(lambda: a.service.summary(link.peer).rtt < after)
+
+    run(make_authority, tmp_path, main, Thresholds(max_rtt=0.1))

@@ -25,11 +25,14 @@ from mesh.routing.placement.from_view import (
     claims_in,
     facts_in,
     machines_in,
+    measured_by,
     network_in,
     newest_wants,
     verdicts_in,
+    want_of,
     wants_in,
 )
+from mesh.routing.placement.plan import make_plan
 
 KEY = Ed25519PrivateKey.generate().public_key()
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
@@ -57,7 +60,7 @@ def view_of(suspects=(), **nodes):
         fields = dict(given)
         roles = fields.pop("roles", (Role.SERVE, Role.USE))
         memory = fields.pop("memory", GB)
-        devices = (Device(name="NPU"), Device(name="CPU", offered=memory))
+        devices = fields.pop("devices", (Device(name="NPU"), Device(name="CPU", offered=memory)))
         certificate = Certificate(
             f"desk-{peer}", "acme", peer, frozenset(roles), 1, EPOCH, EPOCH, KEY, b"", ()
         )
@@ -105,6 +108,31 @@ def test_a_machine_that_has_not_measured_a_model_is_taken_for_a_usual_one():
     assert [m.speeds[DIGEST].decode for m in machines_in(view)] == [1, 2, 3, 2]
 
 
+def test_an_estimate_follows_what_devices_can_do_and_is_told_as_one():
+    fast = Device(name="CPU", offered=GB, decode_rate=30 * GB, prefill_rate=400 * GB)
+    slow = Device(name="CPU", offered=GB, decode_rate=10 * GB, prefill_rate=100 * GB)
+    speed = MeasuredSpeed(digest=DIGEST, device="CPU", prefill=0.1, decode=0.5)
+    view = view_of(
+        A={"devices": (slow,), "speeds": (speed,), "wants": (wanted(),)}, B={"devices": (fast,)}
+    )
+    first, second = (machine.speeds[DIGEST] for machine in machines_in(view))
+    assert (first.decode, first.prefill) == (0.5, 0.1)
+    assert second.decode == pytest.approx(0.5 / 3) and second.prefill == pytest.approx(0.025)
+    assert measured_by(view, DIGEST) == {"A"}
+    facts = facts_in(view)
+    told = describe_plan.plan(view, make_plan(facts.wants, facts.machines, facts.network))
+    chains = told["models"][0]["chains"]
+    assert {s["name"]: s["speed"] for c in chains for s in c["stages"]} == {
+        "desk-A": "measured",
+        "desk-B": "estimated",
+    }
+    # Nobody has measured it: only the devices can be compared.
+    new = view_of(A={"devices": (slow,)}, B={"devices": (fast,)})
+    shape = want_of(wanted()).model
+    first, second = (machine.speed(shape) for machine in machines_in(new))
+    assert first.decode / second.decode == pytest.approx(3.0)
+
+
 def test_half_of_those_who_say_something_can_quarantine_a_node():
     view = view_of(
         A={"links": (link("B", state=1), link("C"))},
@@ -147,6 +175,9 @@ def test_what_if_adds_and_removes_machines():
     more = describe_plan.what_if(view, "add:16GB, remove:desk-B", facts)
     assert [m.peer for m in more.machines] == ["A", "added-1"]
     assert more.machines[1].memory == 16 * GB
+    told = describe_plan.plan(view, make_plan(more.wants, more.machines, more.network))
+    names = {s["name"] for c in told["models"][0]["chains"] for s in c["stages"]}
+    assert names == {"desk-A", "added-1"}
     for wrong in ("remove:nobody", "add:much", "grow:A", "add:1GB," * 20):
         with pytest.raises(ValueError):
             describe_plan.what_if(view, wrong, facts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from mesh.explain import Explanations
 from mesh.routing import InFlight, RequestFacts, choose
 from mesh.routing.slowness import HALF_LIFE, MOST, Slowness
 
@@ -41,3 +42,43 @@ def test_routes_avoid_it_until_it_is_forgiven(make_view):
     slowness.observed("A", 1.0, 10.0, 0.0)
     assert chosen(1.0) == "B"
     assert chosen(HALF_LIFE * 5) == "A"
+
+
+def test_a_slow_stage_is_left_out_of_chains_until_it_is_forgiven(make_view):
+    view = make_view(
+        "ME",
+        A=[{"last": 15, "decode": 0.01}],
+        B=[{"first": 15, "decode": 0.01}],
+        C=[{"first": 15, "decode": 0.012}],
+    )
+    slowness, explanations = Slowness(), Explanations()
+
+    def ask(number, now, seconds):
+        """One response, for which each stage computes so long per token."""
+        facts = RequestFacts("m", 10, 100, slow=slowness.factors(now))
+        route = choose(view, facts, rng=random.Random(number), in_flight=InFlight())
+        response = f"r{number}"
+        explanations.chosen(response, view, facts, route)
+        explanations.completed(response, {"prefill": 0.1, "decode": 2.0}, 100)
+        stages = tuple((h.peer, h.first, h.last, 100 * seconds[h.peer]) for h in route.hops)
+        for peer, predicted, actual in explanations.work(response, stages):
+            slowness.observed(peer, predicted, actual, now)
+        return [hop.peer for hop in route.hops]
+
+    fine = {"A": 0.01, "B": 0.01, "C": 0.012}
+    assert ask(0, 0.0, fine) == ["A", "B"]
+    ask(1, 1.0, {**fine, "B": 0.1})
+    assert all(ask(n, float(n), fine) == ["A", "C"] for n in range(2, 30))
+    assert ask(30, HALF_LIFE * 6, fine) == ["A", "B"]
+
+
+def test_a_chain_that_was_lost_on_the_way_says_nothing_of_speed(make_view):
+    view = make_view("ME", A=[{"last": 15}], B=[{"first": 15}])
+    facts = RequestFacts("m", 10, 100)
+    route = choose(view, facts, rng=random.Random(1), in_flight=InFlight())
+    explanations = Explanations()
+    for _ in range(2):
+        explanations.chosen("r", view, facts, route)
+    explanations.completed("r", {"prefill": 0.1, "decode": 2.0}, 100)
+    assert explanations.work("r", (("A", 0, 15, 50.0), ("B", 15, 30, 50.0))) == []
+    assert explanations.work("unknown", ()) == []

@@ -49,7 +49,7 @@ def full():
         addresses=("/ip4/10.0.0.1/udp/4001/quic-v1",) * 3,
         devices=(
             Device(name="CPU", full_name="x" * 40, total_memory=16 << 30, offered=8 << 30,
-                   decode_rate=10**10, prefill_rate=10**12, busy=3),
+                   decode_rate=10**10, prefill_rate=10**12),
         ),
         holdings=tuple(
             Holding(id=i, model="OpenVINO/Qwen3-8B-int4-ov", digest="ab" * 32, kind="stage",
