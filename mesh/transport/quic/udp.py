@@ -178,6 +178,7 @@ class UdpSocket:
             return []
         too_large: list[int] = []
         position = 0
+        again = True
         while position < len(datagrams):
             run = self._run_length(datagrams, position) if self._segments else 1
             first, address = datagrams[position]
@@ -194,6 +195,11 @@ class UdpSocket:
             except OSError as error:
                 if self.closed:
                     return too_large
+                if again:
+                    # It may be what an earlier datagram, perhaps to somebody else, has met with:
+                    # a socket tells that once, in place of sending.
+                    again = False
+                    continue
                 if run > 1 and error.errno in (errno.EIO, errno.EINVAL, errno.EOPNOTSUPP):
                     logger.info("the system refuses batched sending; sending one by one")
                     self._segments = False
@@ -203,6 +209,7 @@ class UdpSocket:
                 else:
                     logger.debug("send to %s: %s", address, error)
             position += run
+            again = True
         return too_large
 
     @staticmethod

@@ -100,3 +100,23 @@ def test_refusals_are_told() -> None:
         udp.close()
 
     trio.run(main)
+
+
+def test_a_refusal_by_one_does_not_take_the_place_of_what_goes_to_another() -> None:
+    async def main() -> None:
+        udp, other, receiver = (UdpSocket("127.0.0.1", 0) for _ in range(3))
+        gone = other.address
+        other.close()
+        for number in range(20):
+            # On loopback the refusal is here before the next one is sent.
+            udp.send([(b"x", gone), (bytes([number]), receiver.address)])
+        got: list[bytes] = []
+        with trio.move_on_after(5):
+            while len(got) < 20:
+                await receiver.wait_readable()
+                got += [data for data, _ in receiver.receive()]
+        assert got == [bytes([number]) for number in range(20)]
+        udp.close()
+        receiver.close()
+
+    trio.run(main)
