@@ -36,6 +36,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from mesh.gossip.advert import HoldingLoad, LoadReport, SignedAdvert
+from mesh.gossip.peer_map import PeerMap
 from mesh.identity import PeerId
 
 Status = Literal["alive", "suspect", "gone"]
@@ -95,7 +96,7 @@ class Table:
 
     me: PeerId
     boot: int
-    entries: MappingProxyType[PeerId, Entry] = field(default_factory=lambda: MappingProxyType({}))
+    entries: PeerMap[Entry] = field(default_factory=PeerMap)
     links: frozenset[PeerId] = frozenset()
     reboots: tuple[float, ...] = ()
     deadline: float = math.inf  # when a Tick is due
@@ -292,18 +293,13 @@ def apply(table: Table, event: Event, now: float) -> tuple[Table, tuple[Effect, 
 def _with(table: Table, *changed: Entry, without: Iterable[PeerId] = ()) -> Table:
     """``table`` with these entries. Its deadline may then be early, never late: that costs a Tick
     which looks again, and not a look at every entry for each message that comes in."""
-    entries = table.entries.copy()  # not dict(): that would go through the proxy, entry by entry
-    for peer in without:
-        entries.pop(peer, None)
     deadline = table.deadline
     for entry in changed:
-        entries[entry.signed.peer] = entry
         if entry.signed.peer != table.me:
             deadline = min(deadline, entry.deadline)
+    entries = table.entries.changed({entry.signed.peer: entry for entry in changed}, without)
     # Not replace(): this runs for every message that comes in.
-    return Table(
-        table.me, table.boot, MappingProxyType(entries), table.links, table.reboots, deadline
-    )
+    return Table(table.me, table.boot, entries, table.links, table.reboots, deadline)
 
 
 def _looked_at(table: Table) -> Table:
