@@ -166,6 +166,7 @@ class MemoryLinks:
     async def request(
         self, peer: PeerId, kind: str, body: Any, payload: Any = b"", *, timeout: float
     ) -> Any:
+        self.world.asked(kind)
         self.world.check(self.me, peer)
         wire = encode_body(body)
         with trio.move_on_after(timeout):
@@ -214,6 +215,9 @@ class World:
     hung: dict[PeerId, trio.Event] = field(default_factory=dict)
     cuts: set[frozenset[PeerId]] = field(default_factory=set)
     tap: Callable[[PeerId, PeerId, str, Any], None] = lambda *_: None
+    asked: Callable[[str], None] = lambda _: None  # hears of requests before they leave
+    # After how many seconds a message comes once more, whatever has become of its sender.
+    again: Callable[[str], float | None] = lambda _: None
     _queues: dict[tuple[PeerId, PeerId, bool], deque[Any]] = field(default_factory=dict)
     _scopes: dict[PeerId, trio.CancelScope] = field(default_factory=dict)
     _loaded: dict[PeerId, trio.CancelScope] = field(default_factory=dict)
@@ -287,8 +291,16 @@ class World:
             message = decode_body(body)
             self.tap(sender, to, kind, message)
             self.relays[to].take(sender, kind, message, payload)
+            if (later := self.again(kind)) is not None and self.nursery is not None:
+                self.nursery.start_soon(self._repeat, later, sender, to, (kind, body, payload))
             if queue:
                 queue.popleft()
+
+    async def _repeat(self, later: float, sender: PeerId, to: PeerId, message: Any) -> None:
+        await trio.sleep(later)
+        kind, body, payload = message
+        if to not in self.dead:
+            self.relays[to].take(sender, kind, decode_body(body), payload)
 
     def kill(self, victim: PeerId) -> None:
         """The process is gone; every link to it breaks at once."""

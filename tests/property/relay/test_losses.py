@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 from inference.errors import GenerationError
 from inference.generation import SamplingParams
+from mesh.relay.chain import MAX_REPAIRS
+from mesh.relay.frames import STEP_KIND
+from mesh.relay.messages import FENCE, OPEN, REPLAY
 
 SEEDED = SamplingParams(temperature=0.9, seed=11, frequency_penalty=0.4)
 
@@ -45,7 +48,7 @@ def asks(toys, rng: random.Random, count: int):
     ]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 1 << 30),
     losses=st.lists(
@@ -53,17 +56,40 @@ def asks(toys, rng: random.Random, count: int):
         min_size=1,
         max_size=2,
     ),
+    # Another one while it is being mended: at which message of that, and whom.
+    during=st.none() | st.tuples(st.integers(1, 12), st.integers(1, 3)),
+    repeated=st.sampled_from([0.0, 0.1]),
     sessions=st.integers(1, 6),
     kept=st.sampled_from([1 << 20, 1200]),
     activations=st.sampled_from(["f32", "f16"]),
 )
-def test_no_token_is_lost_or_doubled(toys, seed, losses, sessions, kept, activations) -> None:
+def test_no_token_is_lost_or_doubled(
+    toys, seed, losses, during, repeated, sessions, kept, activations
+) -> None:
     async def main() -> None:
         rng = random.Random(seed)
         async with toys.open_world(seed, delay=0.001) as world:
-            head = await ring(world, kept_bytes=kept, activations=activations)
+            head = await ring(world, spares=3, kept_bytes=kept, activations=activations)
             wanted = asks(toys, rng, sessions)
             got: dict[int, list[int]] = {}
+            mending = 0
+            steps = MAX_REPAIRS  # a session may have as many rows out of place
+
+            def asked(kind: str) -> None:
+                nonlocal mending
+                mending += kind in (FENCE, REPLAY) or (kind == OPEN and mending > 0)
+                if during is not None and mending == during[0]:
+                    mending += 1
+                    world.kill(head.route[during[1]].peer)
+
+            def again(kind: str) -> float | None:
+                nonlocal steps
+                if rng.random() >= repeated or (kind == STEP_KIND and not steps):
+                    return None
+                steps -= kind == STEP_KIND
+                return rng.choice([0.0, 0.01, 0.05])
+
+            world.asked, world.again = asked, again
 
             async def client(number: int) -> None:
                 await trio.sleep(rng.random() * 0.02)
