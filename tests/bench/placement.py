@@ -1,9 +1,10 @@
 """Prediction against reality: what the planner says of 1, 2 and 3 stages, and what they do.
 
-Each stage is a process of its own on this machine. Speeds are measured as a node measures them when
-it has loaded a stage, delays as a node measures them on its links; more delay is added to every
-message between stages. The reference of each figure is the prediction; the target is an error of a
-quarter at most.
+Each stage is a process of its own on this machine; nodes reach each other through UDP proxies that
+delay each datagram. Speeds are measured as a node measures them when it has loaded something, round
+trips and bandwidth as it measures them on its links, delays included. One stage is a whole model,
+asked through another node. The reference of each figure is the prediction; the target is an error
+of a quarter at most.
 
     python3 dev.py bench placement [--quick] [--json FILE]
 """
@@ -13,93 +14,172 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import logging
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import trio
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from chain import CHAINS, CountingLinks, identity, model, open_stage
+from chain import CHAINS, identity, model, open_stage
 
 from inference.engines.stage_text import StageTextEngine
-from inference.generation import Finish, GenerateRequest, SamplingParams
+from inference.generation import GenerateRequest, SamplingParams
 from inference.paged import StageConfig
 from inference.store.manifest import ModelManifest
 from inference.tokenizer import Tokenizer
+from mesh.forward.execution import WholeModel
+from mesh.forward.remote import RemoteGenerator
+from mesh.forward.serving import ForwardServer
+from mesh.forward.wire import Assignment
 from mesh.gossip.advert import Wanted
 from mesh.holdings import measure
 from mesh.identity import PeerId, TrustStore
 from mesh.loading import measure_stage
+from mesh.receipts import ModelIdentity
+from mesh.receipts.record import NONCE_BYTES
 from mesh.relay.chain import ChainHead
-from mesh.relay.generator import ChainGenerator
+from mesh.relay.generator import ChainGenerator, ChainRun
+from mesh.relay.links import TransportLinks
 from mesh.relay.ring import Hop
 from mesh.relay.service import Relay
 from mesh.relay.serving import serve_relay
 from mesh.routing.placement.facts import Connection, Machine, Network, Speed, Want
 from mesh.routing.placement.from_view import want_of
 from mesh.routing.placement.predict import Prediction, predict
-from mesh.transport import Transport, TransportConfig
+from mesh.transport import Link, Transport, TransportConfig, measure_link
 from mesh.transport.linkbench import ECHO
 from mesh.wants import describe_model
 
+PROXY = Path(__file__).resolve().parents[1] / "fault" / "transport" / "udp_proxy.py"
 LOOPBACK = "/ip4/127.0.0.1/udp/0/quic-v1"
-DELAYS = (0.0, 0.005, 0.020, 0.050)
+DELAYS = (0, 5, 20, 50)  # ms added each way
 PROMPT = 64
-TOKENS = 48
+TOKENS = 32
+KV = 128 << 20  # bytes
 TARGET = 0.75  # of the smaller to the larger of prediction and reality
-
-
-class SlowLinks(CountingLinks):
-    """Messages between stages leave so many seconds late."""
-
-    delay = 0.0
-
-    async def send(
-        self, peer: PeerId, kind: str, body: Any, payload: Any = b"", **how: Any
-    ) -> None:
-        await trio.sleep(self.delay)
-        await super().send(peer, kind, body, payload, **how)
 
 
 @asynccontextmanager
 async def open_node(
     name: str, now: float, folder: Path
-) -> AsyncIterator[tuple[Transport, Relay, SlowLinks, dict[PeerId, Any]]]:
+) -> AsyncIterator[tuple[Transport, Relay, dict[PeerId, Sequence[str]]]]:
     own, root = identity(name, now)
-    known: dict[PeerId, Any] = {}
+    known: dict[PeerId, Sequence[str]] = {}
     trust = TrustStore("bench", [root], folder / name)
     async with Transport.open(TransportConfig(listen=(LOOPBACK,)), own, trust) as transport:
-        links = SlowLinks(transport, lambda peer: known.get(peer, ()))
-        relay = Relay(links)
+        relay = Relay(TransportLinks(transport, lambda peer: known.get(peer, ())))
         async with trio.open_nursery() as nursery:
             await nursery.start(serve_relay, relay, transport)
-            yield transport, relay, links, known
+            yield transport, relay, known
             nursery.cancel_scope.cancel()
 
 
+# -- other processes ------------------------------------------------------------------------------
+
+
 async def work(name: str, first: int, last: int, now: float, folder: Path) -> None:
-    """The life of a process that holds one stage: until its standard input ends."""
+    """The life of a process that holds one stage, or the whole model: until its input ends."""
     manifest = model()
-    stage = open_stage(manifest, first, last, 2)
-    speed = measure_stage(stage)
-    async with (
-        open_node(name, now, folder) as (transport, relay, links, known),
-        relay.stage(stage, manifest.digest),
-    ):
+    async with AsyncExitStack() as stack:
+        transport, relay, known = await stack.enter_async_context(open_node(name, now, folder))
+        if (first, last) == (0, manifest.layers):
+            engine = await open_whole(manifest)
+            stack.push_async_callback(engine.aclose)
+            speed = await measure(engine)
+            own, _ = identity(name, now)
+            run = WholeModel(engine, identity_of_model(manifest), own)
+            server = ForwardServer(own, lambda request, assignment: run)
+            await stack.enter_async_context(server.serving(transport))
+        else:
+            stage = open_stage(manifest, first, last, cores())
+            speed = measure_stage(stage)
+            await stack.enter_async_context(relay.stage(stage, manifest.digest))
         said = {"peer": transport.peer_id, "addresses": transport.addresses, "speed": speed}
         print(json.dumps(said), flush=True)
         while line := await trio.to_thread.run_sync(sys.stdin.readline):
-            told = json.loads(line)
-            known.update(told.get("addresses", {}))
-            links.delay = told.get("delay", links.delay)
+            known.update(json.loads(line))
             print("ok", flush=True)
+
+
+def cores() -> int:
+    return os.cpu_count() or 1
+
+
+def identity_of_model(manifest: ModelManifest) -> ModelIdentity:
+    return ModelIdentity(name=manifest.name, digest=manifest.digest, layers=manifest.layers)
+
+
+async def open_whole(manifest: ModelManifest) -> StageTextEngine:
+    return await StageTextEngine.open(manifest, StageConfig(threads=cores(), kv_bytes=KV))
+
+
+class Process:
+    """One that is told lines and answers each with one."""
+
+    def __init__(self, *command: object) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    async def heard(self) -> str:
+        if self._process.stdout is None:
+            raise RuntimeError("a process without output")
+        line = await trio.to_thread.run_sync(self._process.stdout.readline)
+        if not line:
+            raise RuntimeError("a process of the benchmark has ended")
+        return line
+
+    async def tell(self, line: str) -> None:
+        if self._process.stdin is None:
+            raise RuntimeError("a process without input")
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        await self.heard()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+# -- what is compared -----------------------------------------------------------------------------
+
+
+@dataclass
+class Observed:
+    """Tokens per second and seconds to the first one; where known what each stage and all hops
+    together take in a step."""
+
+    rate: float
+    first: float
+    stages: tuple[float, ...] = ()
+    hops: float = 0.0
+
+
+@dataclass
+class NodeSet:
+    """One way to run the model: ``source`` makes a generator for one request."""
+
+    source: Any
+    placed: list[tuple[Machine, int, int]]
+    links: dict[PeerId, Link]  # from this process, to each of the others
+    processes: list[Process] = field(default_factory=list)
+
+    @property
+    def stages(self) -> int:
+        return len(self.placed)
 
 
 def per_layer(want: Want, first: int, last: int, speed: dict[str, float]) -> Speed:
@@ -110,7 +190,7 @@ def per_layer(want: Want, first: int, last: int, speed: dict[str, float]) -> Spe
     )
 
 
-async def generate(source: Any, number: int) -> Finish:
+async def generate(source: Any, number: int) -> Observed:
     request = GenerateRequest(
         model="bench",
         prompt_tokens=tuple(1000 + (number * 7919 + i * 104_729) % 40_000 for i in range(PROMPT)),
@@ -118,43 +198,154 @@ async def generate(source: Any, number: int) -> Finish:
         ignore_eos=True,
         sampling=SamplingParams(temperature=0.0),
     )
-    finish: Finish | None = None
+    began = time.perf_counter()
+    stamps: list[float] = []
+    before: list[float] = []
     async with aclosing(source.generate(request)) as events:
-        async for event in events:
-            finish = event.finish
-    if finish is None:
-        raise RuntimeError("no end")
-    return finish
-
-
-async def tokens_per_second(source: Any, runs: int) -> float:
-    found = []
-    for number in range(runs + 1):
-        finish = await generate(source, number)
-        if number:  # the first one warms up
-            found.append((finish.completion_tokens - 1) / finish.decode_seconds)
-    return statistics.median(found)
+        async for _ in events:
+            stamps.append(time.perf_counter())
+            if isinstance(source, ChainRun) and not before:
+                before = [seconds for _, seconds in source.seconds]
+    took = (stamps[-1] - stamps[0]) / (TOKENS - 1)
+    if not isinstance(source, ChainRun):
+        return Observed(1 / took, stamps[0] - began)
+    spent = [(s - b) / (TOKENS - 1) for (_, s), b in zip(source.seconds, before, strict=True)]
+    return Observed(1 / took, stamps[0] - began, tuple(spent), took - sum(spent))
 
 
 class Bench:
-    def __init__(self, manifest: ModelManifest, folder: Path, runs: int) -> None:
-        self.manifest, self.folder, self.runs = manifest, folder, runs
+    def __init__(self, manifest: ModelManifest, folder: Path, runs: int, now: float) -> None:
+        self.manifest, self.folder, self.runs, self.now = manifest, folder, runs, now
         wanted = Wanted.model_validate(
             {**describe_model(manifest), "version": 1, "publisher": "bench"}
         )
         self.want = want_of(wanted)
         self.figures: list[dict[str, Any]] = []
+        self._number = itertools.count()
 
-    def take(self, stages: int, delay: float, predicted: Prediction, actual: float) -> None:
+    def machine(self, peer: PeerId, first: int, last: int, speed: dict[str, float]) -> Machine:
+        speeds = {self.manifest.digest: per_layer(self.want, first, last, speed)}
+        return Machine(peer, 1 << 40, speeds)
+
+    async def start(
+        self, name: str, layers: tuple[int, int], stack: AsyncExitStack, into: list[Process]
+    ) -> tuple[PeerId, list[str], dict[str, float]]:
+        """A worker behind a proxy of its own; returns the address that others are to use."""
+        worker = Process(__file__, "--worker", name, *layers, self.now, self.folder)
+        stack.callback(worker.end)
+        said = json.loads(await worker.heard())
+        address, proxy = await self.behind_proxy(said["addresses"][0], stack)
+        into += [worker, proxy]
+        return said["peer"], [address], said["speed"]
+
+    async def behind_proxy(self, address: str, stack: AsyncExitStack) -> tuple[str, Process]:
+        port = address.split("/")[4]
+        proxy = Process(PROXY, "--to", f"127.0.0.1:{port}")
+        stack.callback(proxy.end)
+        front = (await proxy.heard()).strip()
+        return address.replace(f"/udp/{port}/", f"/udp/{front}/"), proxy
+
+    async def whole(self, stack: AsyncExitStack) -> NodeSet:
+        transport, _, _ = await stack.enter_async_context(
+            open_node("p-entry", self.now, self.folder)
+        )
+        processes: list[Process] = []
+        layers = 0, self.manifest.layers
+        peer, addresses, speed = await self.start("p-whole", layers, stack, processes)
+        link = await transport.link_to(peer, addresses)
+
+        def source() -> RemoteGenerator:
+            response = f"bench-{next(self._number)}"
+            nonce = os.urandom(NONCE_BYTES)
+            return RemoteGenerator(link, Assignment(response=response, nonce=nonce))
+
+        return NodeSet(
+            source,
+            [(self.machine(peer, *layers, speed), *layers)],
+            {peer: link},
+            processes[1:],
+        )
+
+    async def chain(self, stages: int, stack: AsyncExitStack) -> NodeSet:
+        ranges = list(itertools.pairwise(CHAINS[stages]))
+        transport, relay, known = await stack.enter_async_context(
+            open_node(f"p-head-{stages}", self.now, self.folder)
+        )
+        stage = open_stage(self.manifest, *ranges[0], cores())
+        speeds = [await trio.to_thread.run_sync(measure_stage, stage)]
+        await stack.enter_async_context(relay.stage(stage, self.manifest.digest))
+        own, proxy = await self.behind_proxy(transport.addresses[0], stack)
+        peers = [transport.peer_id]
+        known[transport.peer_id] = [own]
+        workers: list[Process] = []
+        proxies = [proxy]
+        for layers in ranges[1:]:
+            started: list[Process] = []
+            name = f"p-{stages}-{layers[0]}"
+            peer, addresses, speed = await self.start(name, layers, stack, started)
+            workers.append(started[0])
+            proxies.append(started[1])
+            peers.append(peer)
+            known[peer] = addresses
+            speeds.append(speed)
+        for worker in workers:
+            await worker.tell(json.dumps(known))
+        route = [Hop(p, *layers) for p, layers in zip(peers, ranges, strict=True)]
+        head = ChainHead(
+            relay, self.manifest.digest, self.manifest.layers, route, spare=lambda *_: None
+        )
+        generator = ChainGenerator(head, self.manifest, Tokenizer(self.manifest))
+        placed = [
+            (self.machine(peer, *layers, speed), *layers)
+            for peer, layers, speed in zip(peers, ranges, speeds, strict=True)
+        ]
+        links = {peer: await transport.link_to(peer, known[peer]) for peer in peers[1:]}
+        return NodeSet(generator.run, placed, links, proxies)
+
+    async def compare(self, nodes: NodeSet) -> None:
+        for delay in DELAYS:
+            for proxy in nodes.processes:
+                await proxy.tell(f"delay {delay}")
+            await generate(nodes.source(), next(self._number))  # warms up
+            network = await self.measured(nodes)
+            guess = predict(self.want, nodes.placed, network, prompt=PROMPT)
+            found = [await generate(nodes.source(), next(self._number)) for _ in range(self.runs)]
+            self.take(nodes.stages, delay, guess, found)
+
+    async def measured(self, nodes: NodeSet) -> Network:
+        """What the nodes would tell of their links: all are alike here."""
+        found = [
+            Connection(await round_trip(link) / 2, await bandwidth(link))
+            for link in nodes.links.values()
+        ]
+        between = Connection(
+            statistics.median(c.delay for c in found), min(c.bandwidth for c in found)
+        )
+        peers = [machine.peer for machine, _, _ in nodes.placed]
+        return Network(dict.fromkeys(itertools.combinations(peers, 2), between))
+
+    def take(self, stages: int, delay: int, predicted: Prediction, found: list[Observed]) -> None:
         guess = predicted.tokens_per_second
+        actual = statistics.median(one.rate for one in found)
         error = abs(guess - actual) / actual
         print(
-            f"{stages} stages, {delay * 1e3:.0f} ms added: predicted {guess:.1f}, actual "
-            f"{actual:.1f} tokens/s, off by {error:.0%}{'' if error < 0.25 else '  MISSED'}"
+            f"{stages} stage{'s' if stages > 1 else ''}, {delay} ms added: predicted {guess:.1f}, "
+            f"actual {actual:.1f} tokens/s, off by {error:.0%}{'' if error < 0.25 else '  MISSED'}",
+            flush=True,
         )
+        if stages > 1:
+            computed = [statistics.median(s) for s in zip(*(o.stages for o in found), strict=True)]
+            hops = statistics.median(one.hops for one in found)
+            print(
+                f"    stages {_ms(predicted.stages)} predicted, {_ms(computed)} actual; "
+                f"hops {_ms([sum(predicted.hops)])} predicted, {_ms([hops])} actual; "
+                f"first token {_ms([predicted.first_token])} predicted, "
+                f"{_ms([statistics.median(one.first for one in found)])} actual (ms)",
+                flush=True,
+            )
         self.figures.append(
             {
-                "figure": f"tokens per second, {stages} stages, {delay * 1e3:.0f} ms added",
+                "figure": f"tokens per second, {stages} stages, {delay} ms added",
                 "unit": "tokens/s",
                 "ours": actual,
                 "reference": "predicted",
@@ -165,103 +356,41 @@ class Bench:
             }
         )
 
-    async def whole(self) -> None:
-        engine = await StageTextEngine.open(
-            self.manifest, StageConfig(threads=2, kv_bytes=512 << 20)
-        )
-        try:
-            speed = per_layer(self.want, 0, self.manifest.layers, await measure(engine))
-            machine = Machine(PeerId("here"), 1 << 40, {self.manifest.digest: speed})
-            guess = predict(self.want, [(machine, 0, self.manifest.layers)], Network({}))
-            self.take(1, 0.0, guess, await tokens_per_second(engine, self.runs))
-        finally:
-            await engine.aclose()
 
-    async def chain(self, stages: int) -> None:
-        cuts, now = CHAINS[stages], time.time()
-        ranges = list(itertools.pairwise(cuts))
-        async with AsyncExitStack() as stack:
-            transport, relay, links, known = await stack.enter_async_context(
-                open_node(f"p-head-{stages}", now, self.folder)
-            )
-            stage = open_stage(self.manifest, *ranges[0], 2)
-            speeds = [await trio.to_thread.run_sync(measure_stage, stage)]
-            await stack.enter_async_context(relay.stage(stage, self.manifest.digest))
-            peers = [transport.peer_id]
-            known[transport.peer_id] = transport.addresses
-            workers: list[subprocess.Popen[str]] = []
-            stack.callback(lambda: [(w.kill(), w.wait()) for w in workers])
-            for first, last in ranges[1:]:
-                worker = start_worker(f"p-{stages}-{first}", first, last, now, self.folder)
-                workers.append(worker)
-                assert worker.stdout is not None
-                said = json.loads(await trio.to_thread.run_sync(worker.stdout.readline))
-                peers.append(said["peer"])
-                known[said["peer"]] = said["addresses"]
-                speeds.append(said["speed"])
-            route = [Hop(p, *layers) for p, layers in zip(peers, ranges, strict=True)]
-            await self.tell(workers, {"addresses": known})
-            head = ChainHead(
-                relay, self.manifest.digest, self.manifest.layers, route, spare=lambda *_: None
-            )
-            generator = ChainGenerator(head, self.manifest, Tokenizer(self.manifest))
-            await generate(generator, 99)
-            rtt = statistics.median([await round_trip(transport, p) for p in peers[1:]])
-            machines = [
-                Machine(peer, 1 << 40, {self.manifest.digest: per_layer(self.want, *r, speed)})
-                for peer, r, speed in zip(peers, ranges, speeds, strict=True)
-            ]
-            for delay in DELAYS:
-                links.delay = delay
-                await self.tell(workers, {"delay": delay})
-                between = Connection(rtt / 2 + delay, 100e6)
-                network = Network(dict.fromkeys(itertools.combinations(peers, 2), between))
-                placed = [(m, *r) for m, r in zip(machines, ranges, strict=True)]
-                guess = predict(self.want, placed, network, prompt=PROMPT)
-                self.take(stages, delay, guess, await tokens_per_second(generator, self.runs))
-
-    async def tell(self, workers: list[subprocess.Popen[str]], what: Any) -> None:
-        for worker in workers:
-            assert worker.stdin is not None and worker.stdout is not None
-            worker.stdin.write(json.dumps(what) + "\n")
-            worker.stdin.flush()
-            await trio.to_thread.run_sync(worker.stdout.readline)
+def _ms(seconds: Sequence[float]) -> str:
+    return " + ".join(f"{one * 1e3:.2f}" for one in seconds)
 
 
-async def round_trip(transport: Transport, peer: PeerId) -> float:
-    link = transport.link(peer)
-    assert link is not None
+async def round_trip(link: Link) -> float:
     times = []
-    for _ in range(20):
+    for _ in range(10):
         began = trio.current_time()
         await link.request(ECHO, None, b"")
         times.append(trio.current_time() - began)
     return statistics.median(times)
 
 
-def start_worker(
-    name: str, first: int, last: int, now: float, folder: Path
-) -> subprocess.Popen[str]:
-    arguments = map(str, (name, first, last, now, folder))
-    return subprocess.Popen(
-        [sys.executable, __file__, "--worker", *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+async def bandwidth(link: Link) -> float:
+    found = await measure_link(link, megabytes=1, round_trips=1, seconds=2.0)
+    return min(found.up_mb_s, found.down_mb_s) * 1e6
 
 
 async def main(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="placement-") as folder:
-        bench = Bench(model(), Path(folder), 2 if options.quick else 5)
-        await bench.whole()
-        for stages in (2, 3):
-            await bench.chain(stages)
+        bench = Bench(model(), Path(folder), 2 if options.quick else 5, time.time())
+        for stages in (1, 2, 3):
+            async with AsyncExitStack() as stack:
+                if stages == 1:
+                    await bench.compare(await bench.whole(stack))
+                else:
+                    await bench.compare(await bench.chain(stages, stack))
     if options.json:
         options.json.write_text(json.dumps(bench.figures, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
+    # A peer that tries this node's address from outside finds a proxy, which libp2p complains of.
+    logging.getLogger("libp2p").setLevel(logging.CRITICAL)
     if sys.argv[1:2] == ["--worker"]:
         name, first, last, now, folder = sys.argv[2:]
         trio.run(work, name, int(first), int(last), float(now), Path(folder))

@@ -3,7 +3,8 @@
     python udp_proxy.py --to HOST:PORT [--delay MS] [--jitter MS] [--loss PERCENT] ...
 
 prints the port it listens on. Each line on standard input is a command: ``rebind`` (clients appear
-from new ports from now on, as after a NAT's restart), ``hole SECONDS`` (nothing passes), ``stats``.
+from new ports from now on, as after a NAT's restart), ``hole SECONDS`` (nothing passes),
+``delay MS`` (of what comes from now on), ``stats``.
 Runs until standard input ends.
 """
 
@@ -102,6 +103,8 @@ class Proxy:
             self.rebind()
         elif name == "hole":
             self.hole_until = time.monotonic() + float(arguments[0])
+        elif name == "delay":
+            self.options.delay = float(arguments[0])
         print(f"ok {self.passed} {self.dropped}", flush=True)
 
     def run(self) -> None:
