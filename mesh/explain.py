@@ -184,6 +184,8 @@ def _choice(
     route = choice.route
     tokens = explanation.produced or choice.tokens
     spent = {(peer, first, last): seconds for peer, first, last, seconds in actual}
+    onward = sum(guess.onward for guess in choice.hops)
+    between = _between(explanation.timings, sum(spent.values())) if spent else None
     stages = [
         {
             "peer": guess.hop.peer,
@@ -195,12 +197,14 @@ def _choice(
             "predicted_per_token_ms": _ms(guess.step),
             "actual_ms": _ms(spent.get((guess.hop.peer, guess.hop.first, guess.hop.last))),
             "onward_predicted_ms": _ms(guess.onward),
+            # Clocks of nodes differ, so only the ring as a whole can be timed: its hops are taken
+            # to have shares in it as predicted.
+            "onward_actual_ms": (
+                _ms(between / tokens * guess.onward / onward) if between and onward else None
+            ),
         }
         for guess in choice.hops
     ]
-    onward = sum(guess.onward for guess in choice.hops)
-    whole = explanation.timings.get("total")
-    computed = sum(spent.values()) if spent else None
     return {
         "kind": type(route).__name__.lower(),
         "reason": route.reason,
@@ -213,9 +217,7 @@ def _choice(
         },
         "stages": stages,
         "between_stages_predicted_ms": _ms(onward * tokens) if len(stages) > 1 else None,
-        "between_stages_actual_ms": (
-            _ms(whole - computed) if whole is not None and computed is not None else None
-        ),
+        "between_stages_actual_ms": _ms(between),
         "considered": [
             {
                 "nodes": [_name(view, peer) for peer in other.peers],
@@ -227,6 +229,14 @@ def _choice(
             {"node": _name(view, other.peer), "why": other.why} for other in route.passed_over
         ],
     }
+
+
+def _between(timings: Mapping[str, float], computed: float) -> float | None:
+    """Seconds of a finished response that no stage computed and that it did not wait for a place:
+    on the way between stages, and at their doors."""
+    if "total" not in timings:
+        return None
+    return max(0.0, timings["total"] - timings.get("queue", 0.0) - computed)
 
 
 def _name(view: View, peer: PeerId) -> str:

@@ -144,7 +144,8 @@ class Placing:
         return tuple(rows)
 
     async def _act(self) -> None:
-        if wants_in(self._gossip.view):
+        working = any(load.active or load.waiting for load in self._holdings.loads)
+        if wants_in(self._gossip.view) and not working:
             await self._capacity.probe()
         view = self._gossip.view
         facts = facts_in(view)

@@ -78,10 +78,12 @@ def explain(config: NodeConfig, options: argparse.Namespace) -> int:
             first, last = stage["layers"]
             actual = stage["actual_ms"]
             measured = "" if actual is None else f", actual {actual:.0f}"
+            hop = stage["onward_actual_ms"]
+            took_on = "" if hop is None else f", actual about {hop:.1f}"
             print(
                 f"    {printable(stage['name']):20} layers {f'{first}-{last}':8} predicted "
-                f"{stage['predicted_ms']:.0f} ms{measured}; onward "
-                f"{stage['onward_predicted_ms']:.1f} ms"
+                f"{stage['predicted_ms']:.0f} ms{measured}; each token onward predicted "
+                f"{stage['onward_predicted_ms']:.1f} ms{took_on}"
             )
         if route["between_stages_actual_ms"] is not None:
             print(

@@ -85,6 +85,7 @@ def check_explanation(node: Any, response: dict[str, Any]) -> None:
     assert all(stage["predicted_ms"] > 0 for stage in route["stages"])
     assert all(stage["actual_ms"] > 0 for stage in route["stages"])
     assert route["between_stages_actual_ms"] > 0
+    assert all(stage["onward_actual_ms"] > 0 for stage in route["stages"])
     shown = node.cli("explain", response["id"])
     assert "predicted" in shown.stdout and route["stages"][0]["name"] in shown.stdout
     assert node.cli("explain", "chatcmpl-nothing").returncode == 1

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 
-from mesh.explain import Explanations
+import pytest
+
+from mesh.explain import Explanations, describe
 from mesh.routing import InFlight, RequestFacts, choose
 from mesh.routing.slowness import HALF_LIFE, MOST, Slowness
 
@@ -82,3 +84,22 @@ def test_a_chain_that_was_lost_on_the_way_says_nothing_of_speed(make_view):
     explanations.completed("r", {"prefill": 0.1, "decode": 2.0}, 100)
     assert explanations.work("r", (("A", 0, 15, 50.0), ("B", 15, 30, 50.0))) == []
     assert explanations.work("unknown", ()) == []
+
+
+def test_an_explanation_has_predicted_and_actual_of_stages_and_hops(make_view):
+    view = make_view(
+        "ME", A={"holdings": [{"last": 15}], "rtt": 0.02}, B={"holdings": [{"first": 15}]}
+    )
+    facts = RequestFacts("m", 10, 100)
+    route = choose(view, facts, rng=random.Random(1), in_flight=InFlight())
+    explanations = Explanations()
+    explanations.chosen("r", view, facts, route)
+    assert describe(view, explanations.find("r"), {})["routes"][0]["stages"][0]["actual_ms"] is None
+    explanations.completed("r", {"queue": 1.0, "prefill": 1.0, "decode": 4.0, "total": 6.0}, 100)
+    told = describe(view, explanations.find("r"), {"A": (("A", 0, 15, 1.0), ("B", 15, 30, 2.0))})
+    (chosen,) = told["routes"]
+    assert [stage["actual_ms"] for stage in chosen["stages"]] == [1000.0, 2000.0]
+    assert chosen["between_stages_actual_ms"] == 2000.0
+    assert sum(s["onward_actual_ms"] for s in chosen["stages"]) * 100 == pytest.approx(2000.0)
+    assert all(stage["onward_predicted_ms"] > 0 for stage in chosen["stages"])
+    assert chosen["reason"] and chosen["considered"][0]["nodes"] == ["a", "b"]
