@@ -1,7 +1,8 @@
 """Prediction against reality: what the planner says of 1, 2 and 3 stages, and what they do.
 
 Each stage is a process of its own on this machine; nodes reach each other through UDP proxies that
-delay each datagram. Speeds are measured as a node measures them when it has loaded something, round
+delay each datagram. Speeds are measured as a node measures them when it has loaded something, but
+before each case, since a machine that has become busier meanwhile is no error of prediction; round
 trips and bandwidth as it measures them on its links, delays included. One stage is a whole model,
 asked through another node. The reference of each figure is the prediction; the target is an error
 of a quarter at most.
@@ -21,9 +22,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,20 +97,21 @@ async def work(name: str, first: int, last: int, now: float, folder: Path) -> No
         if (first, last) == (0, manifest.layers):
             engine = await open_whole(manifest)
             stack.push_async_callback(engine.aclose)
-            speed = await measure(engine)
             own, _ = identity(name, now)
             run = WholeModel(engine, identity_of_model(manifest), own)
             server = ForwardServer(own, lambda request, assignment: run)
             await stack.enter_async_context(server.serving(transport))
+            speed = partial(measure, engine)
         else:
             stage = open_stage(manifest, first, last, cores())
-            speed = measure_stage(stage)
             await stack.enter_async_context(relay.stage(stage, manifest.digest))
-        said = {"peer": transport.peer_id, "addresses": transport.addresses, "speed": speed}
+            speed = partial(trio.to_thread.run_sync, measure_stage, stage)
+        said = {"peer": transport.peer_id, "addresses": transport.addresses}
         print(json.dumps(said), flush=True)
         while line := await trio.to_thread.run_sync(sys.stdin.readline):
-            known.update(json.loads(line))
-            print("ok", flush=True)
+            told = json.loads(line)
+            known.update(told)
+            print(json.dumps({} if told else await speed()), flush=True)
 
 
 def cores() -> int:
@@ -142,12 +145,17 @@ class Process:
             raise RuntimeError("a process of the benchmark has ended")
         return line
 
-    async def tell(self, line: str) -> None:
+    async def tell(self, line: str) -> str:
         if self._process.stdin is None:
             raise RuntimeError("a process without input")
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
-        await self.heard()
+        return await self.heard()
+
+    async def speed(self) -> dict[str, float]:
+        """Of a worker that is idle."""
+        found: dict[str, float] = json.loads(await self.tell("{}"))
+        return found
 
     def end(self) -> None:
         self._process.kill()
@@ -168,18 +176,18 @@ class Observed:
     hops: float = 0.0
 
 
+Measuring = Callable[[], Awaitable[dict[str, float]]]
+
+
 @dataclass
 class NodeSet:
-    """One way to run the model: ``source`` makes a generator for one request."""
+    """One way to run the model: ``source`` makes a generator for one request, ``stages`` are peers
+    with their layers and what measures their speed."""
 
     source: Any
-    placed: list[tuple[Machine, int, int]]
+    stages: list[tuple[PeerId, tuple[int, int], Measuring]]
     links: dict[PeerId, Link]  # from this process, to each of the others
-    processes: list[Process] = field(default_factory=list)
-
-    @property
-    def stages(self) -> int:
-        return len(self.placed)
+    proxies: list[Process]
 
 
 def per_layer(want: Want, first: int, last: int, speed: dict[str, float]) -> Speed:
@@ -229,14 +237,14 @@ class Bench:
 
     async def start(
         self, name: str, layers: tuple[int, int], stack: AsyncExitStack, into: list[Process]
-    ) -> tuple[PeerId, list[str], dict[str, float]]:
+    ) -> tuple[PeerId, list[str]]:
         """A worker behind a proxy of its own; returns the address that others are to use."""
         worker = Process(__file__, "--worker", name, *layers, self.now, self.folder)
         stack.callback(worker.end)
         said = json.loads(await worker.heard())
         address, proxy = await self.behind_proxy(said["addresses"][0], stack)
         into += [worker, proxy]
-        return said["peer"], [address], said["speed"]
+        return said["peer"], [address]
 
     async def behind_proxy(self, address: str, stack: AsyncExitStack) -> tuple[str, Process]:
         port = address.split("/")[4]
@@ -251,7 +259,8 @@ class Bench:
         )
         processes: list[Process] = []
         layers = 0, self.manifest.layers
-        peer, addresses, speed = await self.start("p-whole", layers, stack, processes)
+        peer, addresses = await self.start("p-whole", layers, stack, processes)
+        worker, proxy = processes
         link = await transport.link_to(peer, addresses)
 
         def source() -> RemoteGenerator:
@@ -259,12 +268,7 @@ class Bench:
             nonce = os.urandom(NONCE_BYTES)
             return RemoteGenerator(link, Assignment(response=response, nonce=nonce))
 
-        return NodeSet(
-            source,
-            [(self.machine(peer, *layers, speed), *layers)],
-            {peer: link},
-            processes[1:],
-        )
+        return NodeSet(source, [(peer, layers, worker.speed)], {peer: link}, [proxy])
 
     async def chain(self, stages: int, stack: AsyncExitStack) -> NodeSet:
         ranges = list(itertools.pairwise(CHAINS[stages]))
@@ -272,7 +276,7 @@ class Bench:
             open_node(f"p-head-{stages}", self.now, self.folder)
         )
         stage = open_stage(self.manifest, *ranges[0], cores())
-        speeds = [await trio.to_thread.run_sync(measure_stage, stage)]
+        measuring: list[Measuring] = [partial(trio.to_thread.run_sync, measure_stage, stage)]
         await stack.enter_async_context(relay.stage(stage, self.manifest.digest))
         own, proxy = await self.behind_proxy(transport.addresses[0], stack)
         peers = [transport.peer_id]
@@ -282,12 +286,12 @@ class Bench:
         for layers in ranges[1:]:
             started: list[Process] = []
             name = f"p-{stages}-{layers[0]}"
-            peer, addresses, speed = await self.start(name, layers, stack, started)
+            peer, addresses = await self.start(name, layers, stack, started)
             workers.append(started[0])
             proxies.append(started[1])
             peers.append(peer)
             known[peer] = addresses
-            speeds.append(speed)
+            measuring.append(started[0].speed)
         for worker in workers:
             await worker.tell(json.dumps(known))
         route = [Hop(p, *layers) for p, layers in zip(peers, ranges, strict=True)]
@@ -295,22 +299,23 @@ class Bench:
             relay, self.manifest.digest, self.manifest.layers, route, spare=lambda *_: None
         )
         generator = ChainGenerator(head, self.manifest, Tokenizer(self.manifest))
-        placed = [
-            (self.machine(peer, *layers, speed), *layers)
-            for peer, layers, speed in zip(peers, ranges, speeds, strict=True)
-        ]
         links = {peer: await transport.link_to(peer, known[peer]) for peer in peers[1:]}
-        return NodeSet(generator.run, placed, links, proxies)
+        stages_of = list(zip(peers, ranges, measuring, strict=True))
+        return NodeSet(generator.run, stages_of, links, proxies)
 
     async def compare(self, nodes: NodeSet) -> None:
         for delay in DELAYS:
-            for proxy in nodes.processes:
+            for proxy in nodes.proxies:
                 await proxy.tell(f"delay {delay}")
             await generate(nodes.source(), next(self._number))  # warms up
             network = await self.measured(nodes)
-            guess = predict(self.want, nodes.placed, network, prompt=PROMPT)
+            placed = [
+                (self.machine(peer, *layers, await measure()), *layers)
+                for peer, layers, measure in nodes.stages
+            ]
+            guess = predict(self.want, placed, network, prompt=PROMPT)
             found = [await generate(nodes.source(), next(self._number)) for _ in range(self.runs)]
-            self.take(nodes.stages, delay, guess, found)
+            self.take(len(placed), delay, guess, found)
 
     async def measured(self, nodes: NodeSet) -> Network:
         """What the nodes would tell of their links: all are alike here."""
@@ -321,7 +326,7 @@ class Bench:
         between = Connection(
             statistics.median(c.delay for c in found), min(c.bandwidth for c in found)
         )
-        peers = [machine.peer for machine, _, _ in nodes.placed]
+        peers = [peer for peer, _, _ in nodes.stages]
         return Network(dict.fromkeys(itertools.combinations(peers, 2), between))
 
     def take(self, stages: int, delay: int, predicted: Prediction, found: list[Observed]) -> None:
