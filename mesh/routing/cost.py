@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from mesh.gossip.advert import Holding
 from mesh.gossip.anti_entropy import key_of
 from mesh.gossip.view import NodeView, Place
+from mesh.routing.placement.predict import CHUNK, HOP
 from mesh.routing.route import Cost, RequestFacts
 
 # Measured on CPUs: a decode step of n sessions takes about 1 + 0.15 (n - 1) times that of one.
@@ -29,7 +30,6 @@ DEFAULT_DECODE = 0.001  # s per step
 FORWARD = 0.002  # s of CPU to hand a request to a peer
 UNMEASURED_RTT = 0.005  # s, on an open link
 DIAL = 0.25  # s to open a link, and a chance that it fails
-PREFILL_CHUNK = 128  # tokens; stages of a chain work on successive chunks at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def hop_delay(one: NodeView, other: NodeView, here: str) -> float:
         return 0.0
     told = [rtt for rtt in (_told(one, other), _told(other, one)) if rtt is not None]
     if told:
-        return FORWARD + max(told) / 2
+        return HOP + max(told) / 2
     return sum(link_delay(n, here=n.peer == here) for n in (one, other)) / 2
 
 
@@ -126,7 +126,7 @@ def chain_cost(stages: list[tuple[Place, Cost]], facts: RequestFacts, here: str)
     """
     nodes = [place.node for place, _ in stages]
     ring = sum(hop_delay(a, b, here) for a, b in zip(nodes, [*nodes[1:], nodes[0]], strict=True))
-    chunks = math.ceil(max(1, facts.prompt_tokens) / PREFILL_CHUNK)
+    chunks = math.ceil(max(1, facts.prompt_tokens) / CHUNK)
     slowest = max(cost.prefill for _, cost in stages)
     prefill = slowest + sum(cost.prefill / chunks for _, cost in stages) - slowest / chunks
     return Cost(

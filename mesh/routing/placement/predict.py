@@ -17,8 +17,8 @@ from mesh.routing.placement.facts import Machine, Network, Want
 PROMPT = 512  # tokens of the request that layouts are compared by
 OUTPUT = 256
 CHUNK = 64  # tokens of a prompt that go through a chain together
-STEP = 0.0008  # s that a stage adds to any step: its thread, the tables, sampling
-HOP = 0.0015  # s of both sides' CPU for a frame, besides the network
+STEP = 0.0003  # s that a step of a stage takes beyond what was measured: its batch, sampling
+HOP = 0.001  # s for a frame besides the network: from one stage's thread to the other's
 VALUE_BYTES = 4  # activations cross as f32
 
 
