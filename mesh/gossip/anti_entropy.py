@@ -12,6 +12,7 @@ newcomer, whose digest is almost empty, has the whole view after one round trip.
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -111,7 +112,8 @@ def wanted(
 def _may_be_sent(entry: Entry, now: float) -> bool:
     if entry.left:
         return now - entry.since < FAREWELL
-    return entry.status == "alive"
+    # Who learns of a peer after it was doubted would not hear of the doubt.
+    return entry.status == "alive" and entry.speak_by == math.inf
 
 
 def _within(

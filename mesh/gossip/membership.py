@@ -164,7 +164,7 @@ class NoAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Doubted:
-    """Another node got no answer from the peer, to which this one has no link."""
+    """Another node got no answer from the peer, and this one has nothing to say against that."""
 
     peer: PeerId
 

@@ -383,6 +383,7 @@ class GossipService:
         elif peer not in table.links:
             self._knowledge.apply(membership.Doubted(peer))
         elif self._is_quiet(peer) and self._checking.start(table, peer):
+            self._knowledge.apply(membership.Doubted(peer))
             self._start(self._check, peer)
         return True
 

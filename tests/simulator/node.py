@@ -162,6 +162,7 @@ class Node:
         elif peer not in self.links:
             self.take(Doubted(peer))
         elif self.checking.start(self.table, peer):
+            self.take(Doubted(peer))
             self._check(peer)
 
     def take(self, event: Any) -> None:

@@ -12,7 +12,7 @@ from ca.certificate import Certificate, Role
 from mesh.gossip import anti_entropy
 from mesh.gossip.advert import Advert, SignedAdvert
 from mesh.gossip.anti_entropy import compare, digest, key_of, parse_digest, parse_wanted, wanted
-from mesh.gossip.membership import AdvertHeard, LinkDown, Mine, Table, Tick, apply
+from mesh.gossip.membership import AdvertHeard, Doubted, LinkDown, Mine, Table, Tick, apply
 
 KEY = Ed25519PrivateKey.generate().public_key()
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
@@ -70,6 +70,14 @@ def test_the_suspect_and_the_gone_are_not_sent_and_not_sent_back():
     a, _ = apply(a, Tick(), 4.0)
     assert a.entries["X"].status == "gone"
     assert [r.envelope for r in compare(b, parse_digest(digest(a)), 4.0).send] == [b"B 1 1 up"]
+
+
+def test_the_doubted_are_not_sent_to_those_who_have_not_heard_of_the_doubt():
+    a = table_of("A", {"X": (1, 5)})
+    a, _ = apply(a, Doubted("X"), 1.0)
+    assert [r.envelope for r in compare(a, {}, 1.5).send] == [b"A 1 1 up"]
+    a, _ = apply(a, AdvertHeard(signed("X", 1, 6)), 2.0)
+    assert len(compare(a, {}, 2.5).send) == 2
 
 
 def test_the_last_word_of_one_that_left_is_passed_on_for_a_while():
