@@ -38,9 +38,7 @@ def nodes(network: Any, demo_model: ModelManifest) -> Iterator[list[Any]]:
 
 
 def plan(node: Any) -> dict[str, Any]:
-    done = node.cli("plan", "--json")
-    assert done.returncode == 0, done.stderr
-    models = json.loads(done.stdout)["models"]
+    models = httpx2.get(f"{node.api}/v1/mesh/plan").json()["models"]
     return models[0] if models else {"chains": [], "spares": []}
 
 
@@ -49,7 +47,7 @@ def eventually(holds: Callable[[], Any], seconds: float) -> Any:
     end = time.monotonic() + seconds
     while not (found := holds()):
         assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.5)
+        time.sleep(0.2)
     return found
 
 
