@@ -20,22 +20,19 @@ from inference.errors import ErrorCode, GenerationError
 from inference.generation import FinishReason
 from mesh.identity import PeerId
 from mesh.relay.activations import Encoding
-from mesh.relay.frames import parse
 from mesh.relay.host import StageHost
 from mesh.relay.links import PeerLost, at_once
 from mesh.relay.mending import Mender, Spare
 from mesh.relay.messages import (
     GROW,
-    OPEN,
     Grow,
     Lost,
-    Opened,
     Refused,
     Sampled,
     Tokens,
 )
 from mesh.relay.refusal import Refusal
-from mesh.relay.repair import OPEN_SECONDS, Mended
+from mesh.relay.repair import Mended, open_at
 from mesh.relay.ring import Hop, Ring, Route
 from mesh.relay.room import Room
 from mesh.relay.schedule import Schedule
@@ -270,14 +267,14 @@ class ChainHead:
         peer = self.route[rank].peer
         message = self.ring.open(rank, [described])
         try:
-            answer = await self._relay.ask(peer, OPEN, message, history, timeout=OPEN_SECONDS)
+            opened = await open_at(self._relay, peer, message, history)
         except Refusal as refusal:
             if refusal.code == "next_unreachable":
                 # The head is what comes after the last stage, and it is here.
                 blamed = PeerId(message.next) if message.next != self._relay.links.me else peer
                 raise PeerLost(blamed, refusal.message) from refusal
             raise
-        for refused in parse(Opened, answer).refused:
+        for refused in opened.refused:
             raise Refusal.told(refused.code, f"{peer}: {refused.message}")
 
     def _leave(self, session: HeadSession, *, tell: bool) -> None:

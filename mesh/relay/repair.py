@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+
+import trio
 
 from mesh.identity import PeerId
 from mesh.relay.frames import Wire, parse
@@ -21,11 +24,14 @@ from mesh.relay.messages import (
     FENCE,
     MAX_SESSIONS,
     OPEN,
+    PROBE,
     REPLAY,
     Close,
     Fenced,
     Held,
+    Open,
     Opened,
+    Probe,
     Replay,
     ReplaySession,
 )
@@ -34,6 +40,7 @@ from mesh.relay.refusal import Refusal
 from mesh.relay.ring import Ring
 from mesh.relay.service import Relay
 from mesh.relay.session_state import HeadSession
+from mesh.relay.watch import PATIENCE, QUIET
 
 _log = logging.getLogger(__name__)
 
@@ -133,17 +140,41 @@ async def _open_missing(
         ]
         message = ring.open(rank, [session for session, _ in described])
         payload = b"".join(history for _, history in described)
-        answer = await _insist(relay, peer, OPEN, message, OPEN_SECONDS, payload)
-        for refused in parse(Opened, answer).refused:
+        try:
+            opened = await open_at(relay, peer, message, payload)
+        except Refusal as refusal:
+            raise PeerLost(peer, str(refusal)) from refusal
+        for refused in opened.refused:
             raise PeerLost(peer, f"{refused.code}: {refused.message}")
 
 
-async def _insist(
-    relay: Relay, peer: PeerId, kind: str, message: Wire, timeout: float, payload: bytes = b""
-) -> Any:
+async def open_at(relay: Relay, peer: PeerId, message: Open, history: bytes) -> Opened:
+    """Open sessions at one stage. Raises :class:`PeerLost` and :class:`Refusal`.
+
+    It has time to dial the next one, and is asked meanwhile whether it is there.
+    """
+    answers: list[Any] = []
+    waiting = trio.CancelScope()
+
+    async def ask() -> None:
+        answers.append(await relay.ask(peer, OPEN, message, history, timeout=OPEN_SECONDS))
+        waiting.cancel()
+
+    async def watch() -> None:
+        with waiting:
+            while True:
+                await trio.sleep(QUIET)
+                with suppress(Refusal):  # it does not know the chain yet, but it answers
+                    await relay.ask(peer, PROBE, Probe(chain=message.chain), timeout=PATIENCE)
+
+    await at_once((ask, watch))
+    return parse(Opened, answers[0])
+
+
+async def _insist(relay: Relay, peer: PeerId, kind: str, message: Wire, timeout: float) -> Any:
     """Ask a stage that has no reason to refuse; if it does, it is of no use."""
     try:
-        return await relay.ask(peer, kind, message, payload, timeout=timeout)
+        return await relay.ask(peer, kind, message, timeout=timeout)
     except Refusal as refusal:
         raise PeerLost(peer, str(refusal)) from refusal
 

@@ -174,6 +174,28 @@ def test_a_stage_that_hangs_is_replaced_and_a_pause_is_not_a_loss(toys) -> None:
     trio.run(main)
 
 
+def test_a_session_that_begins_at_a_stage_that_hangs_need_not_wait_for_it(toys) -> None:
+    async def main() -> None:
+        async with toys.open_world() as world:
+            head = await ring(world, spares=1)
+            hung = head.route[2].peer
+            world.hung[hung] = trio.Event()
+            ask = toys.Ask([1, 2, 3], 20)
+            before = trio.current_time()
+            assert await toys.collect(head, ask) == ask.expected(8)
+            assert trio.current_time() - before < 4.0
+            assert head.route[2].peer != hung
+
+            world.hung[head.route[2].peer] = trio.Event()  # and now there is no other
+            before = trio.current_time()
+            with pytest.raises(GenerationError) as caught:
+                await toys.collect(head, ask)
+            assert caught.value.code == "node_lost"
+            assert trio.current_time() - before < 6.0
+
+    trio.run(main)
+
+
 def test_without_a_spare_there_is_an_error_and_nothing_stays_behind(toys) -> None:
     async def main() -> None:
         async with toys.open_world() as world:
