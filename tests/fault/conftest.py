@@ -1,18 +1,30 @@
-"""A mesh of real node processes that is hurt while clients read streams from it."""
+"""A mesh of real node processes that is hurt while clients read streams from it.
+
+``MESHNODE_FAULT_POSITIONS=20`` makes every loss happen at that many random tokens and not at one.
+Which ones follows from ``MESHNODE_FAULT_SEED``; without it they are others in each run, and each
+test prints its seed.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
+import os
+import random
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import psutil
 import pytest
 
 from ca.certificate import load_root
@@ -20,11 +32,18 @@ from ca.pem import read_bundle
 from inference.store.manifest import ModelManifest
 from mesh.receipts import Bundle, Expected, VerifiedReceipt, verify
 
+POSITIONS = int(os.environ.get("MESHNODE_FAULT_POSITIONS", "1"))
+SEED = os.environ.get("MESHNODE_FAULT_SEED") or str(random.SystemRandom().randrange(10**6))
+
 RANGES = ("0-10", "10-20", "20-30")
 ISOLATED = str(Path(__file__).with_name("isolated_node.py"))
 PROMPT = "Once upon a time there was a little robot who"
 GREEDY = {"temperature": 0}
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 11, "presence_penalty": 0.4}
+# Of the client beside. Another beginning: routes go back to where that is in the cache.
+OTHER = {**SAMPLED, "prompt": "Explain how a rainbow forms."}
+QUEUED = 8.0  # s without a token: the client beside is in the way
+WATCHED = 3.0  # s after a fault that the client beside goes on reading
 
 
 @dataclass
@@ -33,6 +52,7 @@ class Heard:
 
     lines: list[str] = field(default_factory=list)
     text: str = ""
+    pieces: list[str] = field(default_factory=list)  # of the text, of each token
     logprobs: list[float] = field(default_factory=list)
     at: list[float] = field(default_factory=list)  # monotonic seconds, of each token
     finish: str | None = None
@@ -41,6 +61,7 @@ class Heard:
     headers: dict[str, str] = field(default_factory=dict)
     ended: float = 0.0
     counted: int = 0  # tokens, as the stream says
+    usage: dict[str, Any] | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -61,9 +82,11 @@ class Heard:
         self.error = chunk.get("error", self.error)
         self.mesh = chunk.get("mesh", self.mesh)
         self.counted = chunk.get("mesh_tokens", self.counted)
+        self.usage = chunk.get("usage") or self.usage
         before = len(self.at)
         for choice in chunk.get("choices", ()):
             self.text += choice["text"]
+            self.pieces.append(choice["text"])
             self.finish = choice["finish_reason"] or self.finish
             made = (choice["logprobs"] or {}).get("token_logprobs", ())
             self.logprobs += made
@@ -74,18 +97,21 @@ class Heard:
 def body(model: str, tokens: int, sampling: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": model, "prompt": PROMPT, "max_tokens": tokens, "stream": True, "logprobs": 1,
-        "ignore_eos": True, **sampling,
+        "stream_options": {"include_usage": True}, "ignore_eos": True, **sampling,
     }  # fmt: skip
 
 
 def read(
-    api: str, request: dict[str, Any], on_token: Callable[[int], None] = lambda _: None
+    api: str,
+    request: dict[str, Any],
+    on_token: Callable[[int], None] = lambda _: None,
+    heard: Heard | None = None,
 ) -> Heard:
     """Stream a completion; ``on_token`` is called with how many tokens have been read.
 
     A connection that breaks is an end like any other: see ``finish``.
     """
-    heard = Heard()
+    heard = Heard() if heard is None else heard
     with httpx2.stream(
         "POST", f"{api}/v1/completions", json=request, timeout=240, trust_env=False
     ) as response:
@@ -117,43 +143,105 @@ def take_all(heard: Heard, response: httpx2.Response, on_token: Callable[[int], 
     heard.ended = time.monotonic()
 
 
+class NotApart(Exception):
+    """Both clients have got the same node where they should have got different ones."""
+
+
+class Enough(Exception):
+    """A client goes away."""
+
+
+class Beside(threading.Thread):
+    """A client that reads a long stream meanwhile. ``workers`` are those of the stream."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.heard = Heard()
+        self.workers: list[str] = []
+        self.going = threading.Event()
+        self.enough = threading.Event()
+
+    def run(self) -> None:
+        def on_token(count: int) -> None:
+            if self.enough.is_set():
+                raise Enough
+            if count == 1:
+                self.workers = self.mesh.workers(self.heard)
+            elif count == 8:
+                self.going.set()
+
+        try:
+            read(self.mesh.entry.api, self.mesh.body(1000, OTHER), on_token, self.heard)
+        except Enough:
+            pass
+        finally:
+            self.going.set()
+
+    def end(self) -> None:
+        self.enough.set()
+        self.join()
+
+    def check(self, hurt: float) -> None:
+        """Nothing happened to it when something was hurt at that moment."""
+        heard = self.heard
+        assert heard.error is None and heard.finish is None
+        known = self.mesh.known
+        assert heard.text.startswith(known) or known.startswith(heard.text)
+        self.mesh.known = max(known, heard.text, key=len)
+        count = sum(at < hurt for at in heard.at)
+        assert len(heard.at) > count
+        calm, after = heard.longest_pause(0, count), heard.longest_pause(count - 1)
+        print(f"the client beside paused for {after:.2f} s, before {calm:.2f} s")
+        # Twice the usual, or what two cores that run seven nodes may take anyway, longer where
+        # others want the machine too. Who waits for others' losses to be noticed and mended waits
+        # longer: 1.5 s for a hang.
+        crowd = os.getloadavg()[0] / 2 / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 1
+        assert after < max(2 * calm, max(crowd, 1.0))
+
+
 class Mesh:
     """Three ranges of layers at nodes called ``a`` and ``b`` with the number of the range, and an
     entry node that holds none."""
 
     ranges: tuple[str, ...] = RANGES
 
-    def __init__(self, network: Any, model: ModelManifest, twins: str) -> None:
-        self.network, self.model = network, model
+    def __init__(self, network: Any, model: ModelManifest, twins: str = "") -> None:
+        self.network, self.model, self.twins = network, model, twins
+        self.known = ""  # of the text that clients beside get
         network.environment["MESHNODE_MODELS"] = str(model.path.parent)
         self.roots = [load_root(der) for der in read_bundle(network.ca_pem.read_bytes())]
         self.entry = network.start("entry")
-        self.read_rest, self.eventually = read_rest, eventually
         self.nodes: dict[str, Any] = {}
         self.stages = {f"{twin}{rank}": rank for rank in range(len(self.ranges)) for twin in twins}
         self.bring(*self.stages)
 
     # -- nodes ------------------------------------------------------------------------------------
 
-    def flags(self, name: str) -> list[str]:
-        stage = f"{self.model.name}:{self.ranges[self.stages[name]]}"
-        # One session fills a node, so that a second one goes to others where there are any.
-        return ["--stage", stage, "--slots", "1", "--peer", self.entry.listen]
+    def holds(self, name: str) -> list[str]:
+        return ["--stage", f"{self.model.name}:{self.ranges[self.stages[name]]}"]
 
-    def bring_far(self, name: str) -> None:
-        """Start a node that reaches the others, and is reached, on paths of its own only."""
-        paths: list[str] = []
-        flags = ["--stage", f"{self.model.name}:{self.ranges[self.stages[name]]}"]
-        reachable = [self.entry, *(node for node in self.nodes.values() if node.api)]
-        for port, node in enumerate(reachable, 4001):
-            parts = node.listen.split("/")
-            paths.append(f"{port}={parts[4]}")
-            parts[4] = str(port)
-            flags += ["--peer", "/".join(parts)]
-        far = self.network.launch(name, *flags, under=[sys.executable, ISOLATED, *paths, "--"])
-        self.network.ready(far)
-        far.api = ""  # which is in its own network, too
-        self.nodes[name] = far
+    def flags(self, name: str) -> list[str]:
+        # One session fills a node that has a twin, so that a second one goes to others.
+        slots = ["--slots", "1"] if len(self.twins) > 1 else []
+        return [*self.holds(name), *slots, "--peer", self.entry.listen]
+
+    def bring_far(self, *names: str) -> None:
+        """Start nodes that reach the others, and are reached, on paths of their own only."""
+        for name in names:
+            paths: list[str] = []
+            flags = [*self.holds(name), "--slots", "1"]
+            reachable = [self.entry, *(node for node in self.nodes.values() if node.api)]
+            for port, node in enumerate(reachable, 4001):
+                parts = node.listen.split("/")
+                paths.append(f"{port}={parts[4]}")
+                parts[4] = str(port)
+                flags += ["--peer", "/".join(parts)]
+            under = [sys.executable, ISOLATED, *paths, "--"]
+            self.nodes[name] = self.network.launch(name, *flags, under=under)
+        for name in names:
+            self.network.ready(self.nodes[name])
+            self.nodes[name].api = ""  # which is in its own network, too
         self.whole()
 
     def tell_paths(self, name: str, command: str) -> None:
@@ -169,6 +257,23 @@ class Mesh:
         for name in names:
             self.network.ready(self.nodes[name])
         self.whole()
+
+    def drop(self, *names: str) -> None:
+        """Stop nodes for good; one that is no more is fine."""
+        for name in self.stages.keys() & set(names):
+            self.nodes.pop(name).stop()
+            del self.stages[name]
+
+    def heal(self) -> None:
+        """Bring back what a test that failed has left behind."""
+        living = tuple(n for n in self.nodes.values() if n.api and n.process.poll() is None)
+        for node in living:
+            node.process.send_signal(signal.SIGCONT)
+        if self.entry.process.poll() is not None:
+            self.entry = self.network.start("entry", peers=living)
+        dead = [name for name, node in self.nodes.items() if node.process.poll() is not None]
+        missing = [name for name in self.stages if name not in self.nodes]
+        self.bring(*dead, *missing)
 
     def bring_entry(self) -> None:
         """Start the entry node again after it was killed."""
@@ -211,28 +316,56 @@ class Mesh:
         ).json()
         return view
 
-    def busy(self) -> dict[str, int]:
+    def busy(self, besides: Collection[str] = ()) -> dict[str, int]:
         """How many sessions each living node runs, by its own account."""
         busy = {}
         for name, node in self.nodes.items():
-            if node.api and node.process.poll() is None:
+            if node.api and node.process.poll() is None and name not in besides:
                 (own,) = (n for n in self.view(node)["nodes"] if n["peer"] == node.peer)
                 busy[name] = sum(h["active"] for h in own["holdings"])
         return busy
 
-    def workers(self) -> list[str]:
-        """Who runs the one session that there is, by rank."""
-        found = sorted((n for n, active in self.busy().items() if active), key=self.stages.get)
-        assert [self.stages[name] for name in found] == list(range(len(self.ranges))), found
-        return found
+    def load(self, name: str) -> tuple[int, int]:
+        """``(active, waiting)`` sessions of a node's one holding, as the entry node knows."""
+        (found,) = (n for n in self.view(self.entry)["nodes"] if n["name"] == name)
+        (holding,) = found["holdings"]
+        return holding["active"], holding["waiting"]
+
+    @staticmethod
+    def check_idle(*nodes: Any) -> None:
+        """They answer, and compute nothing."""
+        for node in nodes:
+            assert httpx2.get(f"{node.api}/health", trust_env=False).status_code == 200
+        processes = [psutil.Process(node.process.pid) for node in nodes]
+        before = [sum(process.cpu_times()[:2]) for process in processes]
+        time.sleep(1.0)
+        for node, process, used in zip(nodes, processes, before, strict=True):
+            assert sum(process.cpu_times()[:2]) - used < 0.3, f"{node.name} is not idle"
+
+    def workers(self, heard: Heard) -> list[str]:
+        """The nodes that were chosen for a response of the entry node's, by rank."""
+        told = json.loads((self.entry.home / "control.json").read_text(encoding="utf-8"))
+        answer = httpx2.get(
+            f"{told['url']}/control/explain",
+            params={"response": heard.headers["x-mesh-request"]},
+            headers={"Authorization": f"Bearer {told['token']}"},
+            timeout=30,
+            trust_env=False,
+        ).json()
+        return [stage["name"] for stage in answer["routes"][-1]["stages"]]
 
     def twin(self, name: str) -> str:
-        return ("b" if name[0] == "a" else "a") + name[1:]
+        """The other node with the layers that a node has; itself where there is none."""
+        others = [n for n, r in self.stages.items() if r == self.stages[name] and n != name]
+        return others[0] if others else name
 
     # -- requests ---------------------------------------------------------------------------------
 
     def body(self, tokens: int, sampling: dict[str, Any]) -> dict[str, Any]:
         return body(self.model.name, tokens, sampling)
+
+    def beside(self) -> Beside:
+        return Beside(self)
 
     def ask(
         self,
@@ -241,6 +374,101 @@ class Mesh:
         on_token: Callable[[int], None] = lambda _: None,
     ) -> Heard:
         return read(self.entry.api, self.body(tokens, sampling), on_token)
+
+    def hurt(
+        self,
+        faults: dict[int, Callable[[list[str]], None]],
+        tokens: int,
+        sampling: dict[str, Any],
+        *,
+        apart: int | None = None,
+    ) -> tuple[Heard, list[str]]:
+        """Ask, and at some tokens do something to those who work on it, of whom the faults and the
+        caller are told by rank.
+
+        With ``apart``, a rank, another client reads meanwhile, whose node of that rank is another
+        one. From the last fault on it is watched for a while: it must not notice.
+        """
+        for _ in range(3 if apart is not None else 0):
+            with suppress(NotApart):
+                return self._hurt_beside(faults, tokens, sampling, apart)
+        if apart is not None:
+            warnings.warn("both clients always got the same node: none was watched", stacklevel=2)
+        return self._hurt(faults, tokens, sampling)
+
+    def _hurt_beside(
+        self,
+        faults: dict[int, Callable[[list[str]], None]],
+        tokens: int,
+        sampling: dict[str, Any],
+        apart: int,
+    ) -> tuple[Heard, list[str]]:
+        beside = self.beside()
+        queued = threading.Timer(QUEUED, beside.enough.set)
+        watch = threading.Timer(WATCHED, beside.enough.set)
+        hurt: list[float] = []
+        last = max(faults)
+
+        def last_fault(workers: list[str]) -> None:
+            hurt.append(time.monotonic())
+            faults[last](workers)
+            watch.start()
+
+        def check(workers: list[str]) -> None:
+            queued.cancel()
+            if beside.enough.is_set() or workers[apart] == beside.workers[apart]:
+                raise NotApart
+
+        beside.start()
+        try:
+            assert beside.going.wait(60) and beside.heard.error is None, beside.heard.error
+            queued.start()
+            heard, workers = self._hurt({**faults, last: last_fault}, tokens, sampling, check)
+        finally:
+            beside.end()
+            queued.cancel()
+            watch.cancel()
+        assert hurt, heard.error
+        beside.check(hurt[0])
+        return heard, workers
+
+    def _hurt(
+        self,
+        faults: dict[int, Callable[[list[str]], None]],
+        tokens: int,
+        sampling: dict[str, Any],
+        check: Callable[[list[str]], None] = lambda _: None,
+    ) -> tuple[Heard, list[str]]:
+        heard = Heard()
+        workers: list[str] = []
+
+        def on_token(count: int) -> None:
+            if count == 1:
+                workers.extend(self.workers(heard))
+                check(workers)
+            if count in faults:
+                faults[count](workers)
+
+        read(self.entry.api, self.body(tokens, sampling), on_token, heard)
+        return heard, workers
+
+    def took_part(self, heard: Heard, workers: list[str], lost: int) -> int:
+        """The receipt names the workers, and for the lost rank also its twin after it. Returns the
+        token from which on the twin worked."""
+        parts = self.named(heard)
+        for rank, worker in enumerate(workers):
+            mine = [part for part in parts if part[1] == rank]
+            if rank == lost:
+                (first, second) = mine
+                assert (first[0], second[0]) == (worker, self.twin(worker))
+                assert (first[2], first[3], second[3]) == (0, second[2], len(heard.tokens))
+                begin = second[2]
+            elif lost:
+                assert [(p[0], p[2], p[3]) for p in mine] == [(worker, 0, len(heard.tokens))]
+            else:
+                # The whole chain is chosen anew, and may be what it was.
+                assert {part[0] for part in mine} <= {worker, self.twin(worker)}
+        return begin
 
     def verified(self, heard: Heard) -> VerifiedReceipt:
         """The receipt of a response, checked against its tokens and text."""
@@ -271,8 +499,8 @@ class Replicas(Mesh):
 
     ranges = ("all",)
 
-    def flags(self, name: str) -> list[str]:
-        return ["--model", self.model.name, "--peer", self.entry.listen]
+    def holds(self, name: str) -> list[str]:
+        return ["--model", self.model.name]
 
 
 def eventually(holds: Callable[[], bool], seconds: float = 30.0) -> bool:
@@ -284,15 +512,44 @@ def eventually(holds: Callable[[], bool], seconds: float = 30.0) -> bool:
     return True
 
 
+def same(heard: Heard, whole: Heard) -> None:
+    """What the client got is what it gets when nothing is hurt."""
+    assert heard.error is None
+    assert heard.text == whole.text
+    assert heard.tokens == whole.tokens
+    assert heard.logprobs == pytest.approx(whole.logprobs, abs=1e-3)
+    assert heard.finish == whole.finish
+    assert heard.usage is not None and whole.usage is not None
+    for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert heard.usage[count] == whole.usage[count]
+
+
+def positions(name: str, begin: int, end: int) -> list[int]:
+    """Random tokens in ``[begin, end)`` at which something happens."""
+    print(f"MESHNODE_FAULT_SEED={SEED}")
+    drawn = random.Random(f"{SEED} {name}")
+    return [drawn.randrange(begin, end) for _ in range(POSITIONS)]
+
+
+class Tools:
+    """What tests use of this module."""
+
+    GREEDY, SAMPLED = GREEDY, SAMPLED
+    same = staticmethod(same)
+    positions = staticmethod(positions)
+    eventually = staticmethod(eventually)
+    read_rest = staticmethod(read_rest)
+    Mesh, Replicas = Mesh, Replicas
+
+
+@pytest.fixture(scope="session")
+def tools() -> type[Tools]:
+    return Tools
+
+
 @pytest.fixture(scope="module")
 def mesh(network: Any, demo_model: ModelManifest) -> Iterator[Mesh]:
     yield Mesh(network, demo_model, "ab")
-
-
-@pytest.fixture(scope="module")
-def thin_mesh(network: Any, demo_model: ModelManifest) -> Iterator[Mesh]:
-    """One node for each range."""
-    yield Mesh(network, demo_model, "a")
 
 
 @pytest.fixture(scope="module")

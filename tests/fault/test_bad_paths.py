@@ -1,10 +1,13 @@
-"""A stage behind a path that is cut, or that loses and delays packets. Linux."""
+"""Nodes behind a path that is cut, or that loses and delays packets. Linux.
+
+What is hurt is one of two far nodes that hold the same, in a mesh whose other nodes are near.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +15,12 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-TOKENS = 48
-SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 11, "presence_penalty": 0.4}
-LOSSY = "faults 50 5"
+TOKENS = 32
+LOSSY = "faults 50 5"  # ms and percent, each way
 
 
 @pytest.fixture(scope="module")
-def mesh(thin_mesh: Any) -> Any:
+def isolation() -> None:
     isolated = str(Path(__file__).with_name("isolated_node.py"))
     if (
         sys.platform != "linux"
@@ -27,80 +29,93 @@ def mesh(thin_mesh: Any) -> Any:
         ).returncode
     ):
         pytest.skip("a process may not have a network of its own here")
-    return thin_mesh
+
+
+@pytest.fixture(
+    scope="module", params=["replica", 0, 1, 2], ids=["replica", "rank 0", "rank 1", "rank 2"]
+)
+def far(
+    isolation: None,
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    network: Any,
+    demo_model: Any,
+    tools: Any,
+) -> Iterator[tuple[Any, int]]:
+    """A mesh, and the rank of which two far nodes have the layers."""
+    if request.param == "replica":
+        network = type(network)(tmp_path_factory.mktemp("replicas"), models=None)
+        mesh, rank = tools.Replicas(network, demo_model), 0
+    else:
+        mesh, rank = request.getfixturevalue("chains"), request.param
+        hold_near(mesh, [other for other in range(3) if other != rank])
+    names = [f"{twin}{rank}" for twin in "bc"]
+    for name in names:
+        mesh.stages[name] = rank
+    mesh.bring_far(*names)
+    yield mesh, rank
+    mesh.drop(*names)
+    if request.param == "replica":
+        network.close()
 
 
 @pytest.fixture(scope="module")
-def whole(mesh: Any) -> Any:
-    heard = mesh.ask(TOKENS, SAMPLED)
+def chains(network: Any, demo_model: Any, tools: Any) -> Any:
+    return tools.Mesh(network, demo_model)
+
+
+def hold_near(mesh: Any, ranks: list[int]) -> None:
+    """Near nodes have the layers of these ranks, and no others."""
+    wanted = {f"a{rank}": rank for rank in ranks}
+    mesh.drop(*(mesh.stages.keys() - wanted.keys()))
+    missing = wanted.keys() - mesh.stages.keys()
+    mesh.stages |= wanted
+    mesh.bring(*missing)
+
+
+@pytest.fixture(scope="module")
+def whole(far: Any, tools: Any) -> Any:
+    mesh, _ = far
+    heard = mesh.ask(TOKENS, tools.SAMPLED)
     assert heard.finish == "length"
     return heard
 
 
-def hold_far(mesh: Any, rank: int) -> None:
-    """Give the layers of ``rank`` to two far nodes instead of the near one."""
-    mesh.nodes.pop(f"a{rank}").stop()
-    del mesh.stages[f"a{rank}"]
-    for name in (f"b{rank}", f"c{rank}"):
-        mesh.stages[name] = rank
-        mesh.bring_far(name)
+def check(mesh: Any, tools: Any, heard: Any, whole: Any, rank: int, workers: list[str]) -> None:
+    print(f"{workers[rank]} was lost: the longest pause was {heard.longest_pause():.2f} s")
+    tools.same(heard, whole)
+    mesh.took_part(heard, workers, rank)
 
 
-def hold_near(mesh: Any, rank: int) -> None:
-    for name in (f"b{rank}", f"c{rank}"):
-        mesh.nodes.pop(name).stop()
-        del mesh.stages[name]
-    mesh.stages[f"a{rank}"] = rank
-    mesh.bring(f"a{rank}")
+def test_a_node_is_cut_off(far: Any, tools: Any, whole: Any) -> None:
+    """A client that needs it not reads on meanwhile."""
+    mesh, rank = far
+    for at in tools.positions(f"cut {rank}", 2, TOKENS - 12):
+        heard, workers = mesh.hurt(
+            {at: lambda workers: mesh.tell_paths(workers[rank], "cut")},
+            TOKENS,
+            tools.SAMPLED,
+            apart=rank,
+        )
+        mesh.tell_paths(workers[rank], "join")
+        check(mesh, tools, heard, whole, rank, workers)
+        mesh.whole()  # it comes back by itself
 
 
-def ask(mesh: Any, rank: int, at: dict[int, Callable[[str], None]]) -> tuple[Any, str]:
-    """Ask, and do something with the worker of ``rank`` at some tokens."""
-    found: list[str] = []
-
-    def working() -> bool:
-        # Far nodes cannot be asked themselves.
-        found[:] = [
-            n["name"]
-            for n in mesh.view(mesh.entry)["nodes"]
-            if mesh.stages.get(n["name"]) == rank and any(h["active"] for h in n["holdings"])
-        ]
-        return bool(found)
-
-    def on_token(count: int) -> None:
-        if count == 1:
-            mesh.eventually(working)
-        at.get(count, lambda _: None)(found[0])
-
-    heard = mesh.ask(TOKENS, SAMPLED, on_token)
-    return heard, found[0]
-
-
-def check(mesh: Any, heard: Any, whole: Any, rank: int, worker: str) -> None:
-    print(f"rank {rank}: the longest pause was {heard.longest_pause():.2f} s")
-    assert heard.error is None
-    assert (heard.text, heard.tokens, heard.finish) == (whole.text, whole.tokens, "length")
-    spare = ("c" if worker[0] == "b" else "b") + worker[1:]
-    assert [name for name, of, *_ in mesh.named(heard) if of == rank] == [worker, spare]
-
-
-@pytest.mark.parametrize("rank", [0, 2, 1])
-def test_a_stage_is_cut_off(mesh: Any, whole: Any, rank: int) -> None:
-    hold_far(mesh, rank)
-    heard, worker = ask(mesh, rank, {10: lambda name: mesh.tell_paths(name, "cut")})
-    check(mesh, heard, whole, rank, worker)
-    mesh.tell_paths(worker, "join")
-    mesh.whole()  # it comes back by itself
-    if rank != 1:
-        hold_near(mesh, rank)
-
-
-def test_a_stage_is_killed_where_packets_are_lost(mesh: Any, whole: Any) -> None:
-    """Follows the test for rank 1, whose layers are still with far nodes."""
-
-    def spoil(_: str) -> None:
-        for name in ("b1", "c1"):
-            mesh.tell_paths(name, "faults 50 5")
-
-    heard, worker = ask(mesh, 1, {6: spoil, 20: lambda name: mesh.nodes[name].process.kill()})
-    check(mesh, heard, whole, 1, worker)
+def test_a_node_is_lost_where_packets_are_lost(far: Any, tools: Any, whole: Any) -> None:
+    mesh, rank = far
+    drawn = tools.positions(f"lossy {rank}", 3, TOKENS - 12)
+    for number, at in enumerate(drawn, 1):
+        heard, workers = mesh.hurt(
+            {
+                1: lambda workers: mesh.tell_paths(workers[rank], LOSSY),
+                at: lambda workers: mesh.nodes[workers[rank]].process.kill(),
+            },
+            TOKENS,
+            tools.SAMPLED,
+            apart=rank,
+        )
+        check(mesh, tools, heard, whole, rank, workers)
+        mesh.nodes[workers[rank]].stop()
+        if number < len(drawn):
+            mesh.bring_far(workers[rank])

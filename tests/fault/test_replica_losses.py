@@ -2,43 +2,52 @@
 
 from __future__ import annotations
 
-import os
-import random
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
+import httpx2
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-POSITIONS = int(os.environ.get("MESHNODE_FAULT_POSITIONS", "1"))
 TOKENS = 64
-SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 11, "presence_penalty": 0.4}
+
+
+@pytest.fixture(autouse=True)
+def healed(replicas: Any) -> None:
+    replicas.heal()
 
 
 @pytest.fixture(scope="module")
-def whole(replicas: Any) -> Any:
-    heard = replicas.ask(TOKENS, SAMPLED)
-    assert heard.finish == "length"
-    return heard
+def unbroken(replicas: Any) -> Callable[[dict[str, Any]], Any]:
+    """What an undisturbed client hears, for comparison."""
+    heard: dict[str, Any] = {}
+
+    def ask(sampling: dict[str, Any]) -> Any:
+        key = str(sampling)
+        if key not in heard:
+            heard[key] = replicas.ask(TOKENS, sampling)
+            assert heard[key].finish == "length", heard[key].error
+        return heard[key]
+
+    return ask
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
 def test_a_replica_is_lost_at_a_random_token(
-    replicas: Any, whole: Any, how: signal.Signals
+    replicas: Any, tools: Any, unbroken: Any, how: signal.Signals
 ) -> None:
-    drawn = random.Random(how.name)
-    for at in [drawn.randrange(2, TOKENS - 16) for _ in range(POSITIONS)]:
-        workers: list[str] = []
+    """A client at the other one reads on meanwhile."""
+    for number, at in enumerate(tools.positions(how.name, 2, TOKENS - 16)):
+        sampling = (tools.SAMPLED, tools.GREEDY)[(number + (how == signal.SIGSTOP)) % 2]
+        whole = unbroken(sampling)
 
-        def on_token(count: int, at: int = at, workers: list[str] = workers) -> None:
-            if count == 1:
-                workers.extend(replicas.workers())
-            if count == at:
-                replicas.nodes[workers[0]].process.send_signal(how)
+        def fault(workers: list[str]) -> None:
+            replicas.nodes[workers[0]].process.send_signal(how)
 
-        heard = replicas.ask(TOKENS, SAMPLED, on_token)
+        heard, workers = replicas.hurt({at: fault}, TOKENS, sampling, apart=0)
         victim = replicas.nodes[workers[0]]
         print(f"{how.name} at {at}: paused for {heard.longest_pause(at - 1):.2f} s")
         if how == signal.SIGSTOP:
@@ -47,25 +56,77 @@ def test_a_replica_is_lost_at_a_random_token(
         else:
             victim.stop()
             replicas.bring(victim.name)
-        assert heard.error is None
-        assert (heard.text, heard.tokens, heard.finish) == (whole.text, whole.tokens, "length")
-        assert heard.logprobs == pytest.approx(whole.logprobs, abs=1e-3)
-        first, second = replicas.named(heard)
-        assert (first[0], second[0]) == (victim.name, replicas.twin(victim.name))
-        assert at <= first[3] == second[2] and second[3] == TOKENS
+        tools.same(heard, whole)
+        assert replicas.took_part(heard, workers, 0) >= at
 
 
-def test_without_another_replica_there_is_an_error(replicas: Any) -> None:
-    replicas.nodes["b0"].stop()
+def test_a_stop_string_across_the_cut(replicas: Any, tools: Any, unbroken: Any) -> None:
+    """Its beginning is held back by a replica that is lost, its end comes from the other one."""
+    whole = unbroken(tools.SAMPLED)
+    begin, size = 24, 24  # tokens
+    before, stop = ("".join(whole.pieces[a:b]) for a, b in ((0, begin), (begin, begin + size)))
+    assert whole.text.index(stop) == len(before)
+
+    def fault(workers: list[str]) -> None:
+        replicas.nodes[workers[0]].process.kill()
+
+    sampling = {**tools.SAMPLED, "stop": stop}
+    heard, workers = replicas.hurt({begin + 4: fault}, TOKENS, sampling)
+    replicas.nodes[workers[0]].stop()
+    replicas.bring(workers[0])
+    assert heard.error is None and heard.finish == "stop"
+    assert heard.text == whole.text[: whole.text.index(stop)]
+    assert heard.tokens == whole.tokens[: len(heard.tokens)]
+    assert heard.usage["completion_tokens"] == len(heard.tokens)
+    assert begin < replicas.took_part(heard, workers, 0) < begin + size
+
+
+def test_beyond_the_queue_there_is_a_time_to_come_back(replicas: Any, tools: Any) -> None:
+    """Said before any work: by the entry node, which knows how full the others are."""
+    replicas.drop("b0")
+    replicas.nodes["a0"].stop()
+    flags = [*replicas.flags("a0"), "--queue", "1"]
+    replicas.nodes["a0"] = replicas.network.ready(replicas.network.launch("a0", *flags))
+    replicas.whole()
+    first = replicas.beside()
+    first.start()
+    assert first.going.wait(60) and first.heard.error is None
+    second = replicas.beside()
+    second.start()  # and waits
+    while not tools.eventually(lambda: replicas.load("a0") == (1, 1), 1):
+        if not second.is_alive():
+            # Until a0 speaks again, the entry node may count the first one twice.
+            assert second.heard.error["code"] == "overloaded"
+            second = replicas.beside()
+            second.start()
+    body = replicas.body(4, tools.GREEDY)
+    for stream in (True, False):
+        refused = httpx2.post(
+            f"{replicas.entry.api}/v1/completions",
+            json={**body, "stream": stream, **({} if stream else {"stream_options": None})},
+            trust_env=False,
+        )
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "overloaded"
+        assert int(refused.headers["retry-after"]) >= 1
+    assert replicas.load("a0") == (1, 1)
+    first.end()
+    assert second.going.wait(60) and second.heard.at
+    second.end()
+
+
+def test_without_another_replica_there_is_an_error(replicas: Any, tools: Any) -> None:
+    replicas.drop("b0")
     lost: list[float] = []
 
-    def on_token(count: int) -> None:
-        if count == 5:
-            lost.append(time.monotonic())
-            replicas.nodes["a0"].process.kill()
+    def fault(_: list[str]) -> None:
+        lost.append(time.monotonic())
+        replicas.nodes["a0"].process.kill()
 
-    heard = replicas.ask(4000, SAMPLED, on_token)
+    heard, _ = replicas.hurt({5: fault}, 4000, tools.SAMPLED)
     assert heard.ended - lost[0] < 10.0
     assert heard.finish is None and heard.mesh is None
-    assert heard.error is not None and heard.error["code"] == "node_lost"
+    assert heard.error is not None and heard.error["type"] == "server_error"
+    assert heard.error["code"] == "node_lost" and heard.error["message"]
     assert not any("[DONE]" in line for line in heard.lines)
+    replicas.check_idle(replicas.entry)

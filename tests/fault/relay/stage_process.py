@@ -1,9 +1,10 @@
 """A process that holds one stage of the demo model, for tests that kill it.
 
-    stage_process.py NAME FIRST LAST NOW FOLDER
+    stage_process.py NAME FIRST LAST NOW FOLDER KEPT_BYTES
 
 Prints one line of JSON with its PeerId and addresses when the stage is loaded. Lines of JSON on its
-standard input tell it addresses of peers; it ends with them.
+standard input tell it addresses of peers, and an empty one asks what it holds of sessions, which it
+prints. It ends with its standard input.
 """
 
 from __future__ import annotations
@@ -82,19 +83,27 @@ async def open_node(
             nursery.cancel_scope.cancel()
 
 
-async def main(name: str, first: int, last: int, now: float, folder: Path) -> None:
+async def main(name: str, first: int, last: int, now: float, folder: Path, kept_bytes: int) -> None:
     manifest = model()
     stage = open_stage(manifest, first, last)
     async with (
         open_node(name, now, folder) as (transport, relay, known),
-        relay.stage(stage, manifest.digest),
+        relay.stage(stage, manifest.digest, kept_bytes=kept_bytes) as host,
     ):
         print(json.dumps({"peer": transport.peer_id, "addresses": transport.addresses}), flush=True)
         while line := await trio.to_thread.run_sync(sys.stdin.readline):
-            known.update(json.loads(line))
+            if line.strip():
+                known.update(json.loads(line))
+                continue
+            held = {
+                "chains": len(host.table.chains),
+                "sessions": stage.sessions,
+                "blocks": stage.blocks - stage.free_blocks,
+                "kept bytes": host.kept.bytes,
+            }
+            print(json.dumps(held), flush=True)
 
 
 if __name__ == "__main__":
-    trio.run(
-        main, sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), Path(sys.argv[5])
-    )
+    name, first, last, now, folder, kept = sys.argv[1:]
+    trio.run(main, name, int(first), int(last), float(now), Path(folder), int(kept))
