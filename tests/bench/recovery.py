@@ -1,11 +1,12 @@
 """What a client notices when a node of its chain is lost: the longest pause in its stream.
 
-Seven `meshnode start` processes on this machine: three ranges of layers of the demo model, each at
-two nodes, and an entry node. At a random token one node of the chain is killed, stopped (a hang) or
-told to leave. The reference is a full restart of the request: the time that an undisturbed client
-waits from asking to the same token, without the time to notice the loss. Prompts are token ids,
-new ones each time. Nodes that were killed are started again before the next run. Every response is
-compared with that of an unbroken run.
+Real `meshnode start` processes on this machine, an entry node and others: first two that hold the
+whole demo model, then six with three ranges of its layers, each range at two of them. At a random
+token one node that works on the response is killed or stopped (a hang). The reference is a full
+restart of the request: the time that an undisturbed client waits from asking to the same token,
+without the time to notice the loss, which the pause includes. Prompts are token ids, new ones for
+each run; replicas, which remember prompts, get new ones for each fault too. Nodes that were killed
+are started again before the next fault. Every response is compared with that of an unbroken run.
 """
 
 from __future__ import annotations
@@ -29,9 +30,15 @@ from typing import Any
 import httpx
 from forward import MODEL, Mesh, Node
 
+WHOLE = ("all",)
 RANGES = ("0-10", "10-20", "20-30")
 TOKENS = 40
-FAULTS: dict[str, tuple[int, signal.Signals]] = {  # rank, what happens to it
+Fault = tuple[int, signal.Signals]  # rank, what happens to it
+REPLICA_FAULTS: dict[str, Fault] = {
+    "replica killed": (0, signal.SIGKILL),
+    "replica hangs": (0, signal.SIGSTOP),
+}
+CHAIN_FAULTS: dict[str, Fault] = {
     "middle stage killed": (1, signal.SIGKILL),
     "last stage killed": (2, signal.SIGKILL),
     "rank 0 killed": (0, signal.SIGKILL),
@@ -60,22 +67,24 @@ class Heard:
     token_ids: list[int] = field(default_factory=list)
 
 
-class Chains:
-    """The processes of one benchmark."""
+class Holders:
+    """The processes that are measured: two for each of ``ranges``, and an entry node."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, ranges: tuple[str, ...]) -> None:
         self.mesh = mesh
+        self.ranges = ranges
         self.http = httpx.Client(timeout=600)
         self.entry = mesh.start("entry")
         self.stages: dict[str, Stage] = {}
-        for rank in range(len(RANGES)):
+        for rank in range(len(ranges)):
             for twin in "ab":
                 self.bring(f"{twin}{rank}", rank)
         self.wait()
 
     def bring(self, name: str, rank: int) -> None:
-        flags = ("--stage", f"{MODEL}:{RANGES[rank]}", "--peer", self.entry.listen)
-        node = self.mesh.start(name, *flags)
+        stage = ("--stage", f"{MODEL}:{self.ranges[rank]}")
+        holds = ("--model", MODEL) if self.ranges == WHOLE else stage
+        node = self.mesh.start(name, *holds, "--peer", self.entry.listen)
         self.stages[name] = Stage(name, rank, node, self.mesh.processes[-1])
 
     def wait(self) -> None:
@@ -163,11 +172,11 @@ class Chains:
 
 
 @contextmanager
-def chains() -> Iterator[Chains]:
+def holders(ranges: tuple[str, ...]) -> Iterator[Holders]:
     with tempfile.TemporaryDirectory(prefix="meshnode-bench-") as folder:
         mesh = Mesh(Path(folder))
         try:
-            yield Chains(mesh)
+            yield Holders(mesh, ranges)
         finally:
             mesh.stop()
 
@@ -178,27 +187,32 @@ def pause(heard: Heard, at: int) -> float:
     return max(after - before for before, after in pairwise(times))
 
 
-def measure(contexts: tuple[int, ...], runs: int) -> list[dict[str, Any]]:
+def measure(
+    ranges: tuple[str, ...], faults: dict[str, Fault], contexts: tuple[int, ...], runs: int
+) -> list[dict[str, Any]]:
     drawn = random.Random(7)
     figures: list[dict[str, Any]] = []
-    with chains() as mesh:
+    with holders(ranges) as mesh:
         mesh.ask([5] * 64, lambda _: None)  # warms up
         for context in contexts:
-            for fault, (rank, how) in FAULTS.items():
-                pauses: list[float] = []
-                restarts: list[float] = []
-                for _ in range(runs):
-                    prompt = [drawn.randrange(100, 40_000) for _ in range(context)]
+            pauses: dict[str, list[float]] = {fault: [] for fault in faults}
+            restarts: dict[str, list[float]] = {fault: [] for fault in faults}
+            for _ in range(runs):
+                prompt: list[int] = []
+                for fault, (rank, how) in faults.items():
+                    if not prompt or ranges == WHOLE:
+                        prompt = [drawn.randrange(100, 40_000) for _ in range(context)]
+                        whole = mesh.ask(prompt, lambda _: None)
+                        mesh.wait()
                     at = drawn.randrange(4, TOKENS - 16)
-                    whole = mesh.ask(prompt, lambda _: None)
-                    mesh.wait()
                     heard, victim = mesh.hurt(prompt, rank, how, at)
                     if heard.token_ids != whole.token_ids:
                         raise SystemExit(f"{fault}: the tokens are not those of an unbroken run")
-                    pauses.append(pause(heard, at))
-                    restarts.append(whole.at[at])
+                    pauses[fault].append(pause(heard, at))
+                    restarts[fault].append(whole.at[at])
                     mesh.repair(victim, how)
-                figures.append(figure(fault, context, pauses, restarts))
+            for fault in faults:
+                figures.append(figure(fault, context, pauses[fault], restarts[fault]))
                 show(figures[-1])
     return figures
 
@@ -228,13 +242,14 @@ def show(one: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one run each, short contexts")
-    parser.add_argument("--runs", type=int, default=5, help="runs of each fault and context")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each fault and context")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     options = parser.parse_args()
     if sys.platform == "win32":
         raise SystemExit("this benchmark stops processes with signals that Windows lacks")
     contexts, runs = ((128,), 1) if options.quick else ((128, 1024, 4096), options.runs)
-    figures = measure(contexts, runs)
+    figures = measure(WHOLE, REPLICA_FAULTS, contexts, runs)
+    figures += measure(RANGES, CHAIN_FAULTS, contexts, runs)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
