@@ -32,6 +32,9 @@ from mesh.holdings import PROBE_PROMPT, PROBE_STEPS
 from mesh.relay.compute import StageEngine
 
 STAGES = ".stages"  # folder in a model's folder, for what was cut from it
+# A stage of a chain rests between its turns, and is slower after that than when it computes all the
+# time: its threads sleep, and the caches fill with other things.
+TURN = 0.005  # s
 COMPILED = "compiled"  # folder beside a stage, for what an NPU needs minutes to compile
 
 
@@ -100,6 +103,7 @@ def measure_stage(stage: StageEngine) -> dict[str, float]:
             for step in range(PROBE_STEPS):
                 sampled = (0,) if is_last else ()
                 row = rows(1)
+                time.sleep(TURN)
                 start = time.perf_counter()
                 stage.step(StepBatch([Part(0, length + step, 1)], row, sampled))
                 steps.append(time.perf_counter() - start)
