@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -51,6 +52,7 @@ class ToyStage:
         self._prompts: dict[int, int] = {}
         self.positions = 0  # computed in all
         self.largest = 0  # sessions in one step
+        self.seconds = 0.0  # that a step takes
         self.broken: set[int] = set()  # sessions that it refuses
 
     def __contains__(self, session: int) -> bool:
@@ -70,6 +72,8 @@ class ToyStage:
     def step(self, batch: StepBatch, meanwhile: Callable[[], None] | None = None) -> np.ndarray:
         if meanwhile is not None:
             meanwhile()
+        if self.seconds:
+            time.sleep(self.seconds)
         used = sum(-(-len(kv) // self.block_size) for kv in self._kv.values())
         self.largest = max(self.largest, len(batch.parts))
         out: list[np.ndarray] = []

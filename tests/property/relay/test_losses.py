@@ -59,12 +59,13 @@ def asks(toys, rng: random.Random, count: int):
     # Another one while it is being mended: at which message of that, and whom.
     during=st.none() | st.tuples(st.integers(1, 12), st.integers(1, 3)),
     repeated=st.sampled_from([0.0, 0.1]),
+    slow=st.sampled_from([0.0, 0.003]),
     sessions=st.integers(1, 6),
     kept=st.sampled_from([1 << 20, 1200]),
     activations=st.sampled_from(["f32", "f16"]),
 )
 def test_no_token_is_lost_or_doubled(
-    toys, seed, losses, during, repeated, sessions, kept, activations
+    toys, seed, losses, during, repeated, slow, sessions, kept, activations
 ) -> None:
     async def main() -> None:
         rng = random.Random(seed)
@@ -72,6 +73,8 @@ def test_no_token_is_lost_or_doubled(
             head = await ring(world, spares=3, kept_bytes=kept, activations=activations)
             wanted = asks(toys, rng, sessions)
             got: dict[int, list[int]] = {}
+            for stage in world.stages.values():
+                stage.seconds = rng.choice([0.0, slow])  # frames wait before a slow one
             mending = 0
             steps = MAX_REPAIRS  # a session may have as many rows out of place
 
