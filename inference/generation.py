@@ -45,7 +45,7 @@ class SamplingParams(_Frozen):
     min_p: float = Field(0.0, ge=0.0, le=1.0, allow_inf_nan=False)
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
-    repetition_penalty: float = Field(1.0, gt=0.0, le=10.0, allow_inf_nan=False)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=10.0, allow_inf_nan=False)
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100.0, le=100.0)]] = Field(
         default_factory=dict, max_length=1024
     )

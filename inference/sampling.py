@@ -33,7 +33,8 @@ _COUNTER_KEY = 0x6D657368  # sets this use of Philox apart from others with the 
 
 
 class SamplingError(Exception):
-    """Logits that are no numbers: the model's output cannot be used."""
+    """Nothing can be drawn: logits that are no numbers, or parameters that make them so or name
+    tokens that the model does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class Sampler:
         self._seen = set(prompt) if self._repeat else set()
         self._bias_ids = np.fromiter(params.logit_bias.keys(), np.int64)
         self._bias = np.fromiter(params.logit_bias.values(), np.float32)
+        self._largest = max((*self._seen, *params.logit_bias), default=-1)  # token id to adjust
         self.adjusts = self._penal or self._repeat or len(self._bias_ids) > 0
         self.plain = self.greedy and not self.adjusts and params.logprobs is None
 
@@ -71,9 +73,13 @@ class Sampler:
             self._counts[token_id] = self._counts.get(token_id, 0) + 1
         if self._repeat:
             self._seen.add(token_id)
+        if self.adjusts:
+            self._largest = max(self._largest, token_id)
 
     def adjust(self, row: Floats) -> Floats:
-        """Penalties and bias on one row of logits: a changed copy."""
+        """Penalties and bias on one row of logits: a changed copy. Raises SamplingError."""
+        if self._largest >= len(row):
+            raise SamplingError(f"the model has {len(row)} tokens, none with id {self._largest}")
         row = row.copy()
         params = self.params
         if self._repeat and self._seen:
@@ -94,8 +100,8 @@ def sample(
 ) -> list[Sampled | SamplingError]:
     """Draw one token for each row of ``logits`` f32 ``[rows, vocabulary]``.
 
-    ``positions[i]`` is how many tokens row *i*'s output has already. A row with values that are no
-    numbers gives its error in place of a token, so that the other rows go on.
+    ``positions[i]`` is how many tokens row *i*'s output has already. A row that nothing can be
+    drawn from gives its error in place of a token, so that the other rows go on.
     """
     best = logits.argmax(axis=1)  # one pass for all rows; a NaN counts as the largest
     peaks = logits[np.arange(len(best)), best]
@@ -106,7 +112,10 @@ def sample(
         elif sampler.plain:
             drawn.append(Sampled(int(best[number])))
         else:
-            drawn.append(_sample_row(logits[number], sampler, positions[number]))
+            try:
+                drawn.append(_sample_row(logits[number], sampler, positions[number]))
+            except SamplingError as error:
+                drawn.append(error)
     return drawn
 
 
@@ -118,7 +127,12 @@ def uniform(seed: int, position: int) -> float:
 
 def _sample_row(row: Floats, sampler: Sampler, position: int) -> Sampled:
     params = sampler.params
-    adjusted = sampler.adjust(row) if sampler.adjusts else row
+    adjusted = row
+    if sampler.adjusts:
+        with np.errstate(over="ignore"):
+            adjusted = sampler.adjust(row)
+        if not np.isfinite(adjusted.max()):
+            raise SamplingError("penalties have made the logits too large")
     if sampler.greedy:
         token = int(adjusted.argmax())
     else:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -161,3 +162,19 @@ def test_a_row_of_no_numbers_does_not_hurt_the_others() -> None:
         assert isinstance(drawn[0], Sampled)
         assert isinstance(drawn[1], SamplingError)
         assert isinstance(drawn[2], SamplingError)
+
+
+@pytest.mark.parametrize(
+    ("params", "prompt", "peak"),
+    [
+        (SamplingParams(logit_bias={8: 1.0}), [], 1.0),  # a token that the model does not have
+        (SamplingParams(repetition_penalty=1.5), [8], 1.0),
+        (SamplingParams(repetition_penalty=0.01), [0], 3e38),  # beyond what f32 can say
+        (SamplingParams(repetition_penalty=0.01, temperature=0.0), [0], 3e38),
+    ],
+)
+def test_what_cannot_be_drawn_fails_alone(params, prompt, peak):
+    logits = np.full((2, 8), peak, np.float32)
+    bad, good = sample(logits, [Sampler(params, prompt), Sampler(SamplingParams())], [0, 0])
+    assert isinstance(bad, SamplingError)
+    assert isinstance(good, Sampled)
