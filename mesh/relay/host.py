@@ -195,9 +195,10 @@ class StageHost:
 
     def replay(self, chain: Chain, sessions: Sequence[tuple[Session, int]]) -> None:
         """Between steps, after sessions were rewound: send kept output from a position on again."""
-        for session, start in sessions:
+        for session, _ in sessions:  # all of them, whatever becomes of the first
             self._computer.forget_draws(session.key)
             self.kept.truncate(session.key, session.past)
+        for session, start in sessions:
             if self.kept.kept_from(session.key, session.past) > start:
                 raise Refusal("not_kept", f"output of session {session.number} is gone")
         for session, start in sessions:

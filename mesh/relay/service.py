@@ -2,17 +2,15 @@
 
 Thin: messages are parsed and checked against who sent them, and go to the stage or chain they are
 for. What a stage puts out and a link does not take at once waits in an outbox per peer and kind, so
-that one slow link stalls neither the stage nor other chains; it is bounded by the KV that sessions
-have reserved.
+that one slow link stalls neither the stage nor other chains. A peer that leaves too much of it
+waiting is taken for lost.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -50,6 +48,7 @@ from mesh.relay.messages import (
     Replay,
     Tokens,
 )
+from mesh.relay.outbox import Outbox, Parcel
 from mesh.relay.refusal import Refusal
 from mesh.relay.sessions import Chain
 
@@ -82,7 +81,7 @@ class Relay:
         self.heads: dict[bytes, Head] = {}
         self._hosts: dict[tuple[str, int, int], StageHost] = {}
         self._chains: dict[bytes, StageHost] = {}  # which stage a chain that is open here is in
-        self._outboxes: dict[tuple[PeerId, bool], deque[_Parcel]] = {}
+        self._outboxes: dict[tuple[PeerId, bool], Outbox] = {}
         self._nursery: trio.Nursery | None = None
 
     # -- composition --------------------------------------------------------------------------
@@ -325,7 +324,7 @@ class Relay:
 
     def activations(self, chain: Chain, header: StepHeader, values: NDArray[Any]) -> None:
         payload = np.ascontiguousarray(values).data.cast("B")
-        self._post(chain.next, _Parcel(STEP_KIND, header.model_dump(mode="python"), payload))
+        self._post(chain.next, Parcel(STEP_KIND, header.model_dump(mode="python"), payload))
 
     def tokens(self, chain: Chain, message: Tokens) -> None:
         self._tell(chain.head, message)
@@ -339,41 +338,38 @@ class Relay:
         if peer == self.links.me:
             self.take(peer, kind, body)
         else:
-            self._post(peer, _Parcel(kind, body, b""))
+            self._post(peer, Parcel(kind, body, b""))
 
-    def _post(self, peer: PeerId, parcel: _Parcel) -> None:
+    def _post(self, peer: PeerId, parcel: Parcel) -> None:
         bulky = NOTES[parcel.kind]
         outbox = self._outboxes.get((peer, bulky))
         if outbox is not None:
-            outbox.append(parcel)
+            outbox.put(parcel)
         elif not self.links.try_send(peer, parcel.kind, parcel.body, parcel.payload, bulky=bulky):
-            self._outboxes[peer, bulky] = deque([parcel])
-            self.spawn(self._deliver, peer, bulky)
+            outbox = self._outboxes[peer, bulky] = Outbox(bulky)
+            outbox.put(parcel)
+            self.spawn(self._deliver, peer, bulky, outbox)
 
-    async def _deliver(self, peer: PeerId, bulky: bool) -> None:
+    async def _deliver(self, peer: PeerId, bulky: bool, outbox: Outbox) -> None:
         """Carry an outbox until it is empty. When the peer is lost so is what waits, and heads are
         told."""
-        outbox = self._outboxes[peer, bulky]
+        reason = "it does not read what it is sent"
         try:
-            while outbox:
-                parcel = outbox[0]
-                await self.links.send(peer, parcel.kind, parcel.body, parcel.payload, bulky=bulky)
-                outbox.popleft()
-            return
+            with outbox.scope:
+                while (parcel := outbox.first) is not None:
+                    await self.links.send(
+                        peer, parcel.kind, parcel.body, parcel.payload, bulky=bulky
+                    )
+                    outbox.sent()
+                return
         except PeerLost as lost:
-            _log.info("output for %s is lost: %s", peer, lost.reason)
+            reason = lost.reason
         finally:
             del self._outboxes[peer, bulky]
+        _log.info("output for %s is lost: %s", peer, reason)
         for host in self._hosts.values():
             for chain in host.table.beside(peer):
                 self._report_lost(chain, peer)
-
-
-@dataclass(frozen=True, slots=True)
-class _Parcel:
-    kind: str
-    body: Any
-    payload: Buffer
 
 
 def _token_ids(message: Open, payload: Buffer) -> list[list[int]]:

@@ -300,6 +300,8 @@ class SessionTable:
             raise Refusal(
                 "wrong_encoding", f"activations of this chain are {chain.activations} or f32"
             )
+        if len(header.spent) > chain.rank:
+            raise Refusal("malformed", f"times of {len(header.spent)} stages before {chain.rank}")
         return chain
 
     def accept(self, chain: Chain, rows: Iterable[Row]) -> dict[int, Refusal]:

@@ -179,3 +179,126 @@ def test_requests_of_a_stranger(toys) -> None:
             await world.empty()
 
     trio.run(main)
+
+
+def opening(rank: int, first: int, previous, following, sessions, **changes) -> dict:
+    described = {"capacity": 100, "emit_from": 0, "prompt": 1, "history": 0, "sampling": None}
+    return {
+        "chain": b"h" * 16,
+        "epoch": 1,
+        "previous": previous,
+        "next": following,
+        "version": 1,
+        "model": "d" * 64,
+        "first": first,
+        "last": first + 2,
+        "layers": 6,
+        "rank": rank,
+        "stages": 3,
+        "activations": "f32",
+        "sessions": [{"session": n, **described, **s} for n, s in enumerate(sessions)],
+        **changes,
+    }
+
+
+def one_row(*, sample: bool = True, **changes):
+    body, payload = frame(b"h" * 16, [(0, 0, 1)], **changes)
+    return {**body, "rows": [[0, 0, 1, sample]]}, payload
+
+
+SAMPLING = {"temperature": 1.0, "seed": 1}
+
+
+@pytest.mark.parametrize("what", ["times", "history", "bias", "penalty", "replay"])
+def test_a_chain_of_a_hostile_head_does_not_end_a_stage(toys, what: str) -> None:
+    """It is allowed to serve, so it may open chains, and is the head and the neighbour in them."""
+
+    async def main() -> None:
+        async with toys.open_world() as world:
+            a = await world.add("a", 0, 2, 6)
+            b = await world.add("b", 2, 4, 6, kept_bytes=8 * 4 * 30)
+            c = await world.add("c", 4, 6, 6)
+            evil = await world.add("evil", 0, 2, 6)
+            told: list[tuple] = []
+            world.tap = lambda sender, to, kind, body: (
+                told.extend((s["session"], s["code"]) for s in body["sessions"])
+                if kind == REFUSED and to == evil
+                else None
+            )
+
+            async def open_at(node, *where, ids=(), **changes) -> None:
+                payload = np.array(ids, "<i4").tobytes()
+                body = opening(*where, **changes)
+                assert (await world.relays[node].answer(evil, OPEN, body, payload)).get(
+                    "refused"
+                ) == ()
+
+            async def send(node, body, payload) -> None:
+                world.relays[node].take(evil, STEP_KIND, body, payload)
+                await trio.sleep(0.05)
+
+            last = (c, 2, 4, evil, evil)
+            if what == "times":  # of more stages than there can be
+                await open_at(b, 1, 2, evil, c, [{}])
+                await send(b, *one_row(spent=[0.0] * 64))
+                assert told == [(0, "malformed")]
+            elif what == "history":  # with a token that the model does not have
+                wanted = {"history": 1, "sampling": {**SAMPLING, "repetition_penalty": 1.5}}
+                await open_at(*last, [wanted], ids=[1 << 20])
+                await send(c, *one_row())
+                assert told == [(0, "engine_failed")]
+            elif what == "bias":
+                await open_at(*last, [{"sampling": {**SAMPLING, "logit_bias": [[64, 1.0]]}}])
+                await send(c, *one_row())
+                assert told == [(0, "engine_failed")]
+            elif what == "penalty":
+                wanted = {"history": 1, "sampling": {**SAMPLING, "repetition_penalty": 1e-40}}
+                with pytest.raises(Refusal, match="repetition_penalty"):
+                    await open_at(*last, [wanted], ids=[1])
+            else:  # of a session whose output is gone, together with another one
+                await open_at(b, 1, 2, evil, c, [{"prompt": 25}, {"prompt": 10}])
+                await send(b, *frame(b"h" * 16, [(0, 0, 25)]))
+                await send(b, *frame(b"h" * 16, [(1, 0, 10)]))
+                again = [
+                    {"session": 0, "past": 25, "emit_from": 0, "replay_from": 0},
+                    {"session": 1, "past": 0, "emit_from": 0, "replay_from": 0},
+                ]
+                body = {"chain": b"h" * 16, "epoch": 1, "sessions": again}
+                with pytest.raises(Refusal, match="not_kept"):
+                    await world.relays[b].answer(evil, REPLAY, body, b"")
+                await send(b, *frame(b"h" * 16, [(1, 0, 10)]))
+
+            ask = toys.Ask([1, 2, 3], 20)
+            assert await toys.collect(world.head(a, b, c), ask) == ask.expected(6)
+
+    trio.run(main)
+
+
+def test_a_peer_that_does_not_read_is_given_up(toys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes this node say something for each message of its own, and takes nothing."""
+    monkeypatch.setattr("mesh.relay.outbox.MOST", 1 << 20)
+
+    async def main() -> None:
+        async with toys.open_world() as world:
+            b = await world.add("b", 2, 4, 6)
+            relay, links = world.relays[b], world.relays[b].links
+            given_up = 0
+
+            async def never(*_, **__) -> None:
+                nonlocal given_up
+                try:
+                    await trio.sleep_forever()
+                finally:
+                    given_up += 1
+
+            links.send = never
+            links.try_send = lambda *_, **__: False
+            for _ in range(20_000):
+                relay.take(toys.peer("evil"), STEP_KIND, *frame(b"x" * 16, [(1, 0, 1)]))
+            waiting = [box for (to, _), box in relay._outboxes.items() if to == toys.peer("evil")]
+            assert sum(len(box._parcels) for box in waiting) <= 1024
+            await trio.sleep(0.05)
+            assert given_up == 1
+            assert not relay._outboxes
+
+    trio.run(main)
