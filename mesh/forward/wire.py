@@ -267,6 +267,7 @@ def read_error(value: object) -> GenerationError:
 
 def read_refusal(code: str, message: str, data: dict[str, Any]) -> GenerationError:
     """What a call was refused with."""
+    code = "overloaded" if code == "busy" else code  # by the link: too many or too large calls
     fields = {"param": data.get("param"), "retry_after": data.get("retry_after")}
     try:
         return read_error({"code": code, "message": message or code, **fields})

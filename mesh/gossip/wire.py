@@ -19,6 +19,9 @@ from pydantic import (
     model_validator,
 )
 
+from mesh.cbor_items import check_items
+
+MAX_ITEMS = 1 << 16
 MAX_DEPTH = 8  # nothing that gossip sends nests deeper than a record in a list in an advert
 
 # Given as `context` to pydantic's model_dump, this asks for the compact form.
@@ -55,6 +58,8 @@ def decode(data: bytes, limit: int) -> Any:
     if len(data) > limit:
         raise WireError(f"{len(data)} bytes where at most {limit} are allowed")
     try:
+        if len(data) > MAX_ITEMS:  # no item has less than a byte
+            check_items(data, MAX_ITEMS)
         value = cbor2.loads(
             data,
             max_depth=MAX_DEPTH,

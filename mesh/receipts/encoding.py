@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 
 import cbor2
 
+from mesh.cbor_items import check_items
+
 MAX_DEPTH = 128
-# Lists, maps, keys and values altogether. An empty list is one byte and takes 56 in memory, so the
-# size alone would not bound what a peer can make us allocate.
-MAX_ITEMS = 1 << 19
+MAX_ITEMS = 1 << 19  # lists, maps, keys and values altogether
 
 # Every tag for which the library has a decoder of its own.
 _KNOWN_TAGS = (
@@ -54,8 +54,8 @@ def decode(data: bytes, limit: int) -> Any:
     """The value that ``data`` (at most ``limit`` bytes) encodes. Raises :class:`EncodingError`."""
     if len(data) > limit:
         raise EncodingError(f"{len(data)} bytes, at most {limit} are allowed")
-    _check_items(data)
     try:
+        check_items(data, MAX_ITEMS)
         value = cbor2.loads(
             data,
             max_depth=MAX_DEPTH,
@@ -69,32 +69,6 @@ def decode(data: bytes, limit: int) -> Any:
     if encode(value) != data:
         raise EncodingError("not the deterministic encoding, or bytes after the end")
     return value
-
-
-def _check_items(data: bytes) -> None:
-    """Walk over the heads of all items, without building any, and stop when there are too many."""
-    at, due, seen = 0, 1, 0
-    while due:
-        if at >= len(data):
-            raise EncodingError("it ends too early")
-        kind, size = data[at] >> 5, data[at] & 31
-        at += 1
-        if size >= 24:
-            if size > 27:
-                raise EncodingError("indefinite lengths are not allowed")
-            width = 1 << (size - 24)
-            size = int.from_bytes(data[at : at + width], "big")
-            at += width
-        seen += 1
-        due -= 1
-        if kind in (2, 3):  # bytes, text
-            at += size
-        elif kind == 4:  # a list
-            due += size
-        elif kind == 5:  # a map
-            due += 2 * size
-        if seen + due > MAX_ITEMS:
-            raise EncodingError(f"more than {MAX_ITEMS} items")
 
 
 def _check_plain(value: object, depth: int) -> None:

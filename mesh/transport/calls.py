@@ -30,7 +30,7 @@ class Inbox:
     def put(self, frame: Frame) -> None:
         """Raises MalformedFrame when the sender had no credit."""
         self._window.received(frame.size)
-        self._items.append(frame)
+        self._items.append(frame.detached())
         self._wake.set()
 
     def finish(self, error: TransportError | None = None) -> None:

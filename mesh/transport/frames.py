@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum, IntFlag
 from typing import Any, NoReturn
 
 import cbor2
 
+from mesh.cbor_items import check_items
 from mesh.transport.errors import MalformedFrame
 
 Buffer = bytes | bytearray | memoryview
@@ -35,6 +36,7 @@ PIECE = 128 << 10  # bytes of a message in one frame
 MAX_BODY = 8 << 20
 MAX_PAYLOAD = 32 << 20
 MAX_DEPTH = 16  # nesting of a body
+MAX_ITEMS = 1 << 20  # in a body
 MAX_MESSAGES_IN_PIECES = 4  # under way at once on one lane
 _HEADER = struct.Struct(">IBBQ")
 _SIZES = struct.Struct(">II")
@@ -94,6 +96,8 @@ def decode_body(data: Buffer) -> Any:
     if not data:
         return None
     try:
+        if len(data) > MAX_ITEMS:  # no item has less than a byte
+            check_items(data, MAX_ITEMS)
         return cbor2.loads(
             data,
             max_depth=MAX_DEPTH,
@@ -120,6 +124,13 @@ class Frame:
     @property
     def size(self) -> int:
         return len(self.body) + len(self.payload)
+
+    def detached(self) -> Frame:
+        """The same to be kept: one that came in a single piece is a view that holds on to all that
+        was read together with it."""
+        if self.size > PIECE:
+            return self
+        return replace(self, body=bytes(self.body), payload=bytes(self.payload))
 
 
 def encode(

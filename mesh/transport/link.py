@@ -37,7 +37,15 @@ from mesh.transport.lanes import Lane, LanePort
 from mesh.transport.liveness import Liveness
 from mesh.transport.messages import Message
 from mesh.transport.notes import NoteDesk, Notes
-from mesh.transport.serving import MAX_CALLS, CallHead, ErrorBody, ServedCall, Services
+from mesh.transport.serving import (
+    MAX_CALLS,
+    MAX_HELD,
+    CallHead,
+    ErrorBody,
+    ServedCall,
+    Services,
+    call_cost,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +86,7 @@ class Link:
         self._numbers = itertools.count(1)
         self._calls: dict[int, Call] = {}
         self._serving: dict[int, ServedCall] = {}
+        self._held = 0  # what those being served take
         self._notes = NoteDesk(self)
         self._nursery: trio.Nursery | None = None
         self._closed = trio.Event()
@@ -273,7 +282,9 @@ class Link:
         self._calls.pop(number, None)
 
     def call_served(self, number: int) -> None:
-        self._serving.pop(number, None)
+        served = self._serving.pop(number, None)
+        if served is not None:
+            self._held -= served.cost
 
     def tell(self, kind: FrameKind, body: bytes) -> None:
         """Send a frame about the link itself."""
@@ -333,6 +344,10 @@ class Link:
         except MalformedFrame as error:
             logger.warning("peer %s broke the protocol: %s", self.peer, error)
             self.down(f"protocol violation: {error}")
+        except Exception:
+            # Whatever it is, it came of what this peer has sent: the others keep their links.
+            logger.exception("a message of %s could not be handled", self.peer)
+            self.down("a message could not be handled")
 
     def _dispatch(self, port: LanePort, frame: Frame) -> None:
         number = frame.number
@@ -376,13 +391,15 @@ class Link:
         head = CallHead.of(frame)
         if self._nursery is None or frame.number in self._serving:
             raise MalformedFrame("a call number is used twice")
-        if len(self._serving) >= MAX_CALLS:
+        cost = call_cost(frame)
+        if len(self._serving) >= MAX_CALLS or (self._held and self._held + cost > MAX_HELD):
             busy = {"code": "busy", "message": "too many calls at once", "data": {}}
             port.send_now(FrameKind.ERROR, frame.number, encode_body(busy))
             return
-        served = self._serving[frame.number] = ServedCall(self, port, frame.number)
+        served = self._serving[frame.number] = ServedCall(self, port, frame.number, cost)
+        self._held += cost
         self._busy_changed.set()
-        self._nursery.start_soon(served.run, self._services, frame, head)
+        self._nursery.start_soon(served.run, self._services, frame.detached(), head)
 
     # -- liveness -----------------------------------------------------------------------------
 

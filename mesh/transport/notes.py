@@ -19,15 +19,19 @@ if TYPE_CHECKING:
     from mesh.transport.link import Link
 
 _MOST_KINDS = 64
+MAX_UNREAD = 64 << 20  # bytes, of all kinds together
 
 
 class Notes:
-    """One-way messages of one kind from one peer, in order. One reader at a time."""
+    """One-way messages of one kind from one peer, in order. One reader at a time.
 
-    def __init__(self, link: Link, kind: str) -> None:
+    ``read`` is told the size of each message that is taken."""
+
+    def __init__(self, link: Link, kind: str, read: Callable[[int], None]) -> None:
         self.inbox = Inbox()
         self._link = link
         self._kind = kind
+        self._read = read
 
     def __aiter__(self) -> Notes:
         return self
@@ -45,10 +49,11 @@ class Notes:
         return None if taken is None else self._taken(*taken)
 
     def _taken(self, frame: Frame, grant: int) -> Message:
+        self._read(frame.size)
         if grant and not self.inbox.ended:
             amount = encode_body({"k": self._kind, "n": grant})
             self._link.tell(FrameKind.NOTE_CREDIT, amount)
-        return Message(decode_body(frame.body)["b"], frame.payload)
+        return Message(decode_body(frame.body).get("b"), frame.payload)
 
 
 class NoteDesk:
@@ -57,6 +62,7 @@ class NoteDesk:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._received: dict[str, Notes] = {}
+        self._unread = 0  # bytes
         self._read: set[str] = set()
         self._handlers: dict[str, Callable[[Message], None]] = {}
         self._credit: dict[str, SendCredit] = {}
@@ -97,7 +103,10 @@ class NoteDesk:
         """A NOTE from the peer. Raises MalformedFrame."""
         kind = CallHead.of(frame).k
         notes = self._of(kind)
+        if self._unread + frame.size > MAX_UNREAD:
+            raise MalformedFrame("too much that is not read")
         notes.inbox.put(frame)
+        self._unread += frame.size
         if (handler := self._handlers.get(kind)) is not None:
             _hand_over(notes, handler)
 
@@ -131,8 +140,11 @@ class NoteDesk:
         if notes is None:
             if len(self._received) >= _MOST_KINDS:
                 raise MalformedFrame("too many kinds of one-way messages")
-            notes = self._received[kind] = Notes(self._link, kind)
+            notes = self._received[kind] = Notes(self._link, kind, self._was_read)
         return notes
+
+    def _was_read(self, size: int) -> None:
+        self._unread -= size
 
     def close(self, error: LinkClosed) -> None:
         """Wake everybody who waits."""

@@ -181,8 +181,8 @@ class Relay:
 
         Raises DialError, NotAdmitted.
         """
-        target = ID.from_string(peer)
         try:
+            target = ID.from_string(peer)
             with trio.fail_after(_ADMISSION):
                 stream = await self._host.new_stream(ID.from_string(relay), [HOP])
                 request = HopMessage(

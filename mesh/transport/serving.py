@@ -27,6 +27,8 @@ StreamHandler = Callable[[Request], AsyncGenerator[Message, None]]
 KindName = Annotated[str, Field(min_length=1, max_length=64)]
 
 MAX_CALLS = 1024  # served at once for one peer
+MAX_HELD = 128 << 20  # bytes that these may take
+_DECODED = 16  # so many times its size is what a body may take once it is decoded
 
 
 class CallHead(BaseModel):
@@ -45,6 +47,11 @@ class CallHead(BaseModel):
             return cls.model_validate(decode_body(frame.body))
         except ValidationError as error:
             raise MalformedFrame(f"call: {error.error_count()} fields are wrong") from error
+
+
+def call_cost(frame: Frame) -> int:
+    """What a call counts towards :data:`MAX_HELD`."""
+    return len(frame.payload) + _DECODED * len(frame.body)
 
 
 class ErrorBody(BaseModel):
@@ -93,7 +100,8 @@ class Services:
 class ServedCall:
     """One call of a peer, from its CALL frame to the last frame of the answer."""
 
-    def __init__(self, link: Link, port: LanePort, number: int) -> None:
+    def __init__(self, link: Link, port: LanePort, number: int, cost: int) -> None:
+        self.cost = cost
         self.credit = SendCredit()
         self.scope = trio.CancelScope()
         self._link = link

@@ -13,9 +13,19 @@ import trio
 import trio.lowlevel
 from libp2p.peer.id import ID
 
-from mesh.transport import Lane, Message, Request, TransportConfig, Tuning
+from mesh.identity import PeerId
+from mesh.transport import (
+    DialError,
+    Lane,
+    Message,
+    RemoteError,
+    Request,
+    TransportConfig,
+    Tuning,
+)
+from mesh.transport.calls import Inbox
 from mesh.transport.credit import WINDOW
-from mesh.transport.frames import FrameKind, encode, encode_body
+from mesh.transport.frames import Assembler, FrameKind, FrameReader, encode, encode_body
 from mesh.transport.lanes import BROKEN
 from mesh.transport.opening import LINK_PROTOCOL
 
@@ -127,5 +137,97 @@ def test_peer_that_never_reads_is_dropped(network: Any, monkeypatch: pytest.Monk
                     await trio.sleep(0.005)
             assert not at_b.is_up
             assert at_b.close_reason == "the peer does not read"
+
+    trio.run(main)
+
+
+def test_calls_that_wait_are_bounded_in_bytes(
+    network: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only in number: each may bring megabytes, and have none of its answer read."""
+    monkeypatch.setattr("mesh.transport.link.MAX_HELD", 4 << 20)
+
+    async def main() -> None:
+        async with network.open("a") as a, network.open("b") as b:
+
+            async def wait(request: Request) -> Message:
+                await trio.sleep_forever()
+                raise AssertionError
+
+            b.serve("wait", wait)
+            b.serve("echo", echo)
+            link = await a.connect(b.addresses[0])
+            refused: list[str] = []
+
+            async def ask(payload: bytes) -> None:
+                try:
+                    await link.request("wait", None, payload, lane=Lane.BULK)
+                except RemoteError as error:
+                    refused.append(error.code)
+
+            async with trio.open_nursery() as nursery:
+                for _ in range(6):
+                    nursery.start_soon(ask, bytes(1 << 20))
+                with trio.fail_after(10):
+                    while len(refused) < 3:  # noqa: ASYNC110
+                        await trio.sleep(0.01)
+                assert len(b.links[a.peer_id]._serving) == 3
+                nursery.cancel_scope.cancel()
+            # What was held has been given back, and one call may always be as large as any.
+            with trio.fail_after(10):
+                while b.links[a.peer_id]._serving:  # noqa: ASYNC110
+                    await trio.sleep(0.01)
+                answer = await link.request("echo", None, bytes(6 << 20), lane=Lane.BULK)
+            assert len(answer.payload) == 6 << 20
+            assert refused == ["busy"] * 3
+
+    trio.run(main)
+
+
+def test_what_is_kept_holds_on_to_nothing_else() -> None:
+    """Short messages are views of all that was read with them."""
+    reader, assembler = FrameReader(), Assembler()
+    data = frames((FrameKind.NOTE, 1, encode_body({"k": "n"})), (FrameKind.ITEM, 2, bytes(90_000)))
+    note, _ = [assembler.add(fragment) for fragment in reader.feed(data)]
+    inbox = Inbox()
+    inbox.put(note)
+    kept, _ = inbox.take_now() or (note, 0)
+    assert isinstance(kept.body, bytes)
+    assert kept == note
+
+
+def test_a_peer_id_that_is_none_cannot_be_dialled(network: Any) -> None:
+    """Peers name others: who is in a chain with whom."""
+
+    async def main() -> None:
+        async with network.open("a") as a, network.open("b") as b:
+            await a.connect(b.addresses[0])  # might relay
+            with pytest.raises(DialError):
+                await a.link_to(PeerId("0" * 52), [])
+
+    trio.run(main)
+
+
+def test_what_a_handler_did_not_expect_ends_the_link_only(network: Any) -> None:
+    async def main() -> None:
+        async with network.open("a") as a, network.open("b") as b, network.open("c") as c:
+            b.serve("echo", echo)
+            good, bad = await c.connect(b.addresses[0]), await a.connect(b.addresses[0])
+            at_b = b.links[a.peer_id]
+            heard: list[Any] = []
+
+            def handle(message: Message) -> None:
+                heard.append(message.body)
+                if message.body:
+                    raise KeyError(message.body)
+
+            with at_b.handle("said", handle):
+                send = bad._ports[Lane.CONTROL].send
+                await send(FrameKind.NOTE, 1, encode_body({"k": "said"}))  # says nothing
+                await send(FrameKind.NOTE, 2, encode_body({"k": "said", "b": 1}))
+                with trio.fail_after(5):
+                    await at_b.wait_down()
+            assert heard == [None, 1]
+            assert (await good.request("echo", 1)).body == 1
 
     trio.run(main)

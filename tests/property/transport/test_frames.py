@@ -16,6 +16,7 @@ from mesh.transport.frames import (
     MAX_BODY,
     MAX_DEPTH,
     MAX_FRAME,
+    MAX_ITEMS,
     MAX_MESSAGES_IN_PIECES,
     PIECE,
     Assembler,
@@ -27,6 +28,7 @@ from mesh.transport.frames import (
     encode_abort,
     encode_body,
 )
+from mesh.transport.notes import MAX_UNREAD, NoteDesk
 
 kinds = st.sampled_from([FrameKind.ITEM, FrameKind.CALL, FrameKind.NOTE])
 numbers = st.integers(0, 2**64 - 1)
@@ -160,6 +162,7 @@ def test_nothing_is_held_for_what_is_only_announced() -> None:
         bytes.fromhex("a2616101616102"),  # the same key twice
         bytes.fromhex("a10101"),  # a key that is no text
         bytes.fromhex("ff"),
+        b"\x9a" + MAX_ITEMS.to_bytes(4, "big") + b"\x80" * MAX_ITEMS,  # 64 MB of empty lists
     ],
 )
 def test_bodies_that_are_refused(data: bytes) -> None:
@@ -204,3 +207,20 @@ def test_message_without_credit_is_refused() -> None:
 def test_senseless_grants_are_refused(amount: object) -> None:
     with pytest.raises(MalformedFrame):
         SendCredit().grant(amount)
+
+
+def test_what_nobody_reads_is_bounded_over_all_kinds() -> None:
+    class Hearing:
+        def tell(self, *_: object) -> None:
+            """Of grants of credit."""
+
+    desk = NoteDesk(Hearing())  # type: ignore[arg-type]
+    payload = memoryview(bytes(MAX_UNREAD // 2))
+    desk.put(Frame(FrameKind.NOTE, 1, encode_body({"k": "one"}), payload))
+    with pytest.raises(MalformedFrame):
+        desk.put(Frame(FrameKind.NOTE, 2, encode_body({"k": "two"}), payload))
+    notes = desk._of("one")
+    taken = notes.take_now()
+    assert taken is not None
+    assert (taken.body, len(taken.payload)) == (None, MAX_UNREAD // 2)
+    desk.put(Frame(FrameKind.NOTE, 3, encode_body({"k": "two"}), payload))
