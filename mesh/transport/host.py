@@ -82,6 +82,7 @@ def build_host(
         disable_identify_address_discovery=True,
     )
     _guard(host.get_network(), is_admitted)
+    _contain(host.get_network())
     _quieten(host.get_network())
     return host
 
@@ -104,6 +105,21 @@ def _quieten(swarm: Any) -> None:
     swarm.auto_connector.run_background_task = nothing
     swarm.auto_connector.maybe_connect = nothing
     swarm.dial_peer = refuse
+
+
+def _contain(swarm: Any) -> None:
+    """What a peer sends on a stream of whatever protocol costs it that stream. An error that a
+    handler of the library does not expect would otherwise end every connection."""
+    handle = swarm.common_stream_handler
+
+    async def contained(stream: Any) -> None:
+        try:
+            await handle(stream)
+        except Exception as error:
+            logger.warning("a stream of %s ended: %r", stream.muxed_conn.peer_id, error)
+            await stream.reset()
+
+    swarm.set_stream_handler(contained)
 
 
 def _guard(swarm: Any, is_admitted: Callable[[Any], bool]) -> None:

@@ -64,6 +64,8 @@ class Topics:
         self._enter = self._pubsub._handle_new_peer
         self._entering: dict[ID, trio.Lock] = {}
         self._pubsub._handle_new_peer = self._enter_once
+        self._take = self._pubsub.push_msg
+        self._pubsub.push_msg = self._take_contained
         self._network = host.get_network()
         for notifee in list(self._network.notifees):
             if type(notifee) is PubsubNotifee:
@@ -107,6 +109,13 @@ class Topics:
         finally:
             if not lock.locked():
                 self._entering.pop(peer, None)
+
+    async def _take_contained(self, forwarder: ID, message: Any) -> None:
+        """An error in a task of the library's would end gossip, and the node with it."""
+        try:
+            await self._take(forwarder, message)
+        except Exception as error:
+            logger.warning("a gossip message that came from %s is dropped: %r", forwarder, error)
 
     async def clear(self, peer: PeerId) -> None:
         """See to it that a peer without a connection is out of gossip.

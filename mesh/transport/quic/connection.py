@@ -352,6 +352,10 @@ class MeshConnection(IMuxedConn):
         self._endpoint.flush(self)
         self._terminated(reason)
 
+    def abandon(self, reason: str) -> None:
+        """The same without a word to the peer, when the engine is of no use any more."""
+        self._terminated(reason)
+
     async def wait_closed(self) -> None:
         await self._closed.wait()
 

@@ -173,15 +173,28 @@ class Endpoint:
                     connection = self._new_connection(udp, data, address)
                     if connection is None:
                         continue
-                connection.engine.receive_datagram(data, address, now)
-                touched[connection] = None
+                try:
+                    connection.engine.receive_datagram(data, address, now)
+                except Exception:
+                    self._failed(connection)
+                else:
+                    touched[connection] = None
             for connection in touched:
-                connection.pump()
+                try:
+                    connection.pump()
+                except Exception:
+                    self._failed(connection)
             for address in udp.take_refusals():
                 self._refused(address, now)
             # While this waits for the next datagram it must not keep a closed connection alive.
             touched.clear()
             connection = None
+
+    @staticmethod
+    def _failed(connection: MeshConnection) -> None:
+        """An error that nobody foresaw came of what a peer has sent: it ends that connection."""
+        logger.exception("the connection with %s failed", connection.remote_host)
+        connection.abandon("a packet could not be handled")
 
     def _refused(self, address: Address, now: float) -> None:
         """A host says that nobody listens on a port: the process of a peer may have ended."""

@@ -231,3 +231,57 @@ def test_what_a_handler_did_not_expect_ends_the_link_only(network: Any) -> None:
             assert (await good.request("echo", 1)).body == 1
 
     trio.run(main)
+
+
+def test_nonsense_on_any_stream_ends_that_stream_only(network: Any) -> None:
+    """Of every protocol that the host speaks, the library's own among them."""
+
+    async def main() -> None:
+        config = TransportConfig(listen=("/ip4/127.0.0.1/udp/0/quic-v1",), kademlia=True)
+        async with network.open("a", config) as a, network.open("b", config) as b:
+            b.serve("echo", echo)
+            link = await a.connect(b.addresses[0])
+            heard = trio.Event()
+
+            def validate(_: PeerId, data: bytes) -> bool:
+                heard.set()
+                return True
+
+            async with a.subscribe("/t", lambda *_: True), b.subscribe("/t", validate):
+                for protocol in b._host.get_mux().handlers:
+                    for data in (b"\xff" * 20, b"\x00", b"\x05\x0a\xff\xff\xff\x7f", b"\x80" * 12):
+                        stream = await a._host.new_stream(ID.from_string(b.peer_id), [protocol])
+                        with suppress(*BROKEN):
+                            await stream.write(data)
+                            with trio.move_on_after(0.05):
+                                await stream.read(1)
+                        await stream.reset()
+                assert (await link.request("echo", 1)).body == 1
+                with trio.fail_after(10):
+                    while not heard.is_set():
+                        await a.publish("/t", b"still here")
+                        with trio.move_on_after(0.2):
+                            await heard.wait()
+
+    trio.run(main)
+
+
+def test_a_packet_that_nobody_foresaw_ends_its_connection_only(
+    network: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with network.open("a") as a, network.open("b") as b, network.open("c") as c:
+            b.serve("echo", echo)
+            good, bad = await c.connect(b.addresses[0]), await a.connect(b.addresses[0])
+            at_b = b.links[a.peer_id]
+
+            def fail(*_: object) -> None:
+                raise KeyError("unforeseen")
+
+            monkeypatch.setattr(at_b.carrier.connection.engine, "_payload_received", fail)
+            bad.tell(FrameKind.PING, b"")
+            with trio.fail_after(5):
+                await at_b.wait_down()
+            assert (await good.request("echo", 1)).body == 1
+
+    trio.run(main)
