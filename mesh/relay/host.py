@@ -9,8 +9,9 @@ The stage computes in a thread; everything else here happens in the trio thread,
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -32,6 +33,7 @@ from mesh.relay.sessions import Chain, Session, SessionTable, StageFacts
 
 MAX_STEP_TOKENS = 256  # frames are put together up to this many tokens in one step
 REPLAY_TOKENS = 128  # of one session in one frame
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
@@ -90,8 +92,6 @@ class StageHost:
         self._put_off: list[Callable[[], None]] = []
         self._at_rest = trio.Event()
         self._at_rest.set()
-        self._broken = trio.Event()
-        self._outcome: outcome.Outcome[None] = outcome.Value(None)
         self._trio: trio.lowlevel.TrioToken | None = None  # while steps may begin
         self.steps = 0
         self.busy_seconds = 0.0
@@ -239,12 +239,11 @@ class StageHost:
         self._trio = trio.lowlevel.current_trio_token()
         self._begin()
         try:
-            await self._broken.wait()
+            await trio.sleep_forever()
         finally:
             self._trio = None
             with trio.CancelScope(shield=True):
                 await self._at_rest.wait()
-        self._outcome.unwrap()
 
     def _begin(self) -> None:
         """Start the next step, if there is one and none is running."""
@@ -270,9 +269,9 @@ class StageHost:
             if self._trio is not None:
                 self._finish(self._step, result.unwrap())
         except Exception as error:
-            self._outcome = outcome.Error(error)
-            self._trio = None
-            self._broken.set()
+            # Some frame of these led where nobody foresaw. They are given up, and not the stage.
+            _log.exception("a step failed")
+            self._give_up(self._step, f"{type(error).__name__}: {error}")
         self._step = []
         self._clear()
         deferred, self._deferred = self._deferred, []
@@ -281,6 +280,12 @@ class StageHost:
         self._begin()
         if not self._step:
             self._at_rest.set()
+
+    def _give_up(self, frames: Iterable[Frame], reason: str) -> None:
+        for frame in frames:
+            if not frame.late:
+                why = {row.session: Refusal("engine_failed", reason) for _, row in frame.rows}
+                self._refuse(frame.chain, frame.epoch, frame.step, why, ended=True)
 
     def _take(self) -> list[Frame]:
         taken: list[Frame] = []

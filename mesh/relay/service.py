@@ -100,7 +100,7 @@ class Relay:
         """Run what outlives a request. While the node shuts down it is not worth starting: peers
         free everything by themselves when its links end."""
         if self._nursery is not None:
-            self._nursery.start_soon(task, *args)
+            self._nursery.start_soon(_contained, task, *args)
 
     @asynccontextmanager
     async def stage(
@@ -370,6 +370,15 @@ class Relay:
         for host in self._hosts.values():
             for chain in host.table.beside(peer):
                 self._report_lost(chain, peer)
+
+
+async def _contained(task: Callable[..., Awaitable[None]], *args: Any) -> None:
+    """What peers say may lead a chain's task where nobody foresaw: that ends the task alone. Its
+    chain falls silent, and entry nodes carry on elsewhere."""
+    try:
+        await task(*args)
+    except Exception:
+        _log.exception("a task of a chain failed")
 
 
 def _token_ids(message: Open, payload: Buffer) -> list[list[int]]:

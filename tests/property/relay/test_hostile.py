@@ -302,3 +302,27 @@ def test_a_peer_that_does_not_read_is_given_up(toys, monkeypatch: pytest.MonkeyP
             assert not relay._outboxes
 
     trio.run(main)
+
+
+def test_a_step_that_fails_unforeseen_costs_its_sessions_only(toys, monkeypatch) -> None:
+    async def main() -> None:
+        async with toys.open_world() as world:
+            a = await world.add("a", 0, 2, 4)
+            b = await world.add("b", 2, 4, 4)
+            ask = toys.Ask([1, 2, 3], 20)
+            head = world.head(a, b)
+            session = ask.session()
+
+            def fail(*_) -> None:
+                raise KeyError("unforeseen")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(world.hosts[b], "_finish", fail)
+                await head.start(session)
+                with trio.fail_after(5), pytest.raises(Exception, match="unforeseen"):
+                    await session.get()
+                head.end(session)
+            assert await toys.collect(world.head(a, b), ask) == ask.expected(4)
+            await world.empty()
+
+    trio.run(main)
