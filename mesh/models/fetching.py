@@ -7,6 +7,7 @@ asked again. What was written survives: the next attempt keeps every chunk that 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections import Counter
@@ -17,6 +18,7 @@ from pathlib import Path
 import trio
 
 from inference.store.errors import StoreError
+from inference.store.ir import inspect
 from inference.store.manifest import MANIFEST_FILE, ModelManifest
 from inference.store.store import need_space
 from mesh.identity import PeerId
@@ -28,10 +30,11 @@ from mesh.models.offer import (
     Offer,
     OfferCall,
     OfferError,
+    check_offer,
     is_chunk,
     parse_offer,
 )
-from mesh.models.shelf import Shelf, parse_manifest
+from mesh.models.shelf import MODEL_FILE, Shelf, parse_manifest
 from mesh.transport import Lane, Link, TransportError
 
 _log = logging.getLogger(__name__)
@@ -77,14 +80,28 @@ class PeerFetch:
         if here is not None:
             return here
         call = OfferCall(digest=digest, first=first, last=last)
-        offer, able = await self._agree(call, links)
-        folder = self._shelf.folder(digest)
-        manifest = parse_manifest(offer.body.manifest, folder, digest)
+        rest = list(links)
+        while True:
+            offer, able = await self._agree(call, rest)
+            try:
+                return await self._get(call, offer, able, progress)
+            except StoreError as error:
+                rest = [link for link in rest if link not in able]
+                if not rest:
+                    raise
+                _log.warning("what %d peers offer is no good: %s", len(able), error)
+
+    async def _get(
+        self, call: OfferCall, offer: Offer, able: Sequence[Link], progress: Progress
+    ) -> ModelManifest:
+        """What an offer promises, from those who make it. Raises :class:`StoreError`."""
+        folder = self._shelf.folder(call.digest)
+        manifest = parse_manifest(offer.body.manifest, folder, call.digest)
         try:
             missing = await trio.to_thread.run_sync(_prepare, folder, offer)
             await self._download(call, offer, able, folder, missing, progress)
-            await trio.to_thread.run_sync(_finish, folder, offer)
-            self._shelf.mark(digest, first, last).touch()
+            await trio.to_thread.run_sync(_finish, folder, offer, manifest)
+            self._shelf.mark(call.digest, call.first, call.last).touch()
         except OSError as error:
             raise StoreError(f"cannot write to {folder}: {error.strerror or error}") from error
         return manifest
@@ -92,6 +109,7 @@ class PeerFetch:
     # -- offers -----------------------------------------------------------------------------------
 
     async def _agree(self, call: OfferCall, links: Sequence[Link]) -> tuple[Offer, list[Link]]:
+        folder = self._shelf.folder(call.digest)
         offers: list[tuple[Link, Offer]] = []
         problems: list[str] = []
         rest = list(links)
@@ -99,7 +117,7 @@ class PeerFetch:
             now, rest = rest[:ASKED], rest[ASKED:]
             async with trio.open_nursery() as nursery:
                 for link in now:
-                    nursery.start_soon(_ask, link, call, offers, problems)
+                    nursery.start_soon(_ask, link, call, folder, offers, problems)
         if not offers:
             raise StoreError(
                 "no peer can give these layers" + "".join(f"; {p}" for p in problems[:3])
@@ -158,14 +176,19 @@ class PeerFetch:
 
 
 async def _ask(
-    link: Link, call: OfferCall, offers: list[tuple[Link, Offer]], problems: list[str]
+    link: Link,
+    call: OfferCall,
+    folder: Path,
+    offers: list[tuple[Link, Offer]],
+    problems: list[str],
 ) -> None:
     try:
         answer = await link.request(
             OFFER_KIND, call.model_dump(), lane=Lane.BULK, timeout=OFFER_TIME
         )
         offer = parse_offer(answer.body, bytes(answer.payload))
-    except (TransportError, OfferError) as error:
+        check_offer(offer, parse_manifest(offer.body.manifest, folder, call.digest))
+    except (TransportError, OfferError, StoreError) as error:
         problems.append(f"{link.peer}: {error}")
     else:
         offers.append((link, offer))
@@ -232,8 +255,10 @@ def _write(folder: Path, offer: Offer, piece: _Piece, data: bytes) -> None:
         stream.write(data)
 
 
-def _finish(folder: Path, offer: Offer) -> None:
-    """Every chunk was verified: give the files their names, the manifest last."""
+def _finish(folder: Path, offer: Offer, manifest: ModelManifest) -> None:
+    """Every chunk is what was promised: give the files their names, the manifest last, unless they
+    are not what they should be. Raises :class:`StoreError`."""
+    _check_files(folder, offer, manifest)
     for file in offer.body.files:
         partial = _partial(folder, file.path)
         if partial.exists():
@@ -241,3 +266,20 @@ def _finish(folder: Path, offer: Offer) -> None:
     fresh = folder / f".{MANIFEST_FILE}.part"
     fresh.write_text(offer.body.manifest, encoding="utf-8")
     os.replace(fresh, folder / MANIFEST_FILE)
+
+
+def _check_files(folder: Path, offer: Offer, manifest: ModelManifest) -> None:
+    """What a whole model consists of is in its manifest; what was cut from it is not, but no graph
+    may be one that an import would not take. Raises :class:`StoreError`."""
+    listed = {file.path: file.sha256 for file in manifest.files}
+    sizes = {file.path: file.size for file in offer.body.files}
+    for file in offer.body.files:
+        target, partial = folder / file.path, _partial(folder, file.path)
+        present = partial if partial.exists() else target
+        if file.chunks > 1 and file.path in listed:
+            with present.open("rb") as stream:
+                if hashlib.file_digest(stream, "sha256").hexdigest() != listed[file.path]:
+                    raise StoreError(f"{file.path} is not the one of the model")
+        if target.suffix == ".xml":
+            weights = sizes.get(file.path.removesuffix(".xml") + ".bin", 0)
+            inspect(present, weights=weights, extensions=target.name != MODEL_FILE)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from inference.store.manifest import MAX_MANIFEST
+from inference.store.manifest import MAX_MANIFEST, ModelManifest
 
 CHUNK = 1 << 20  # bytes
 MAX_FILES = 80
@@ -136,6 +136,18 @@ def parse_offer(body: Any, payload: bytes) -> Offer:
         hashes.append(tuple(payload[i : i + HASH] for i in range(at, end, HASH)))
         at = end
     return Offer(found, tuple(hashes))
+
+
+def check_offer(offer: Offer, manifest: ModelManifest) -> None:
+    """Raises :class:`OfferError` when a file of the model is promised to be another one, as far as
+    can be told before it is here: hashes of the whole are those of files of a single chunk."""
+    listed = {file.path: file for file in manifest.files}
+    for file, hashes in zip(offer.body.files, offer.hashes, strict=True):
+        known = listed.get(file.path)
+        if known is not None and (
+            file.size != known.size or (len(hashes) == 1 and hashes[0].hex() != known.sha256)
+        ):
+            raise OfferError(f"{file.path} is not the one of the model")
 
 
 def make_offer(folder: Path, manifest: str, paths: Sequence[str]) -> Offer:

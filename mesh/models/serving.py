@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TypeVar
 
 import trio
@@ -12,6 +13,7 @@ from mesh.models.offer import (
     CHUNK_KIND,
     OFFER_KIND,
     ChunkCall,
+    Offer,
     OfferCall,
     OfferError,
     parse_call,
@@ -35,30 +37,33 @@ class ModelServer:
         transport.serve(OFFER_KIND, self._offer)
         transport.serve(CHUNK_KIND, self._chunk)
 
-    async def _offer(self, request: Request) -> Message:
-        call = _checked(request, OfferCall)
+    async def _find(self, call: OfferCall) -> tuple[Path, Offer]:
+        made = self._shelf.made(call.digest, call.first, call.last)
+        if made is not None:
+            return made
         async with self._cutting:
             try:
-                _, offer = await trio.to_thread.run_sync(
+                return await trio.to_thread.run_sync(
                     self._shelf.offer, call.digest, call.first, call.last
                 )
             except StoreError as error:
                 raise RemoteError(NOT_HERE, str(error)) from error
+
+    async def _offer(self, request: Request) -> Message:
+        _, offer = await self._find(_checked(request, OfferCall))
         return Message(offer.body.model_dump(mode="json"), offer.payload())
 
     async def _chunk(self, request: Request) -> Message:
         call = _checked(request, ChunkCall)
+        folder, offer = await self._find(call)
+        if call.file >= len(offer.body.files):
+            raise RemoteError("malformed", "there is no such file")
+        file = offer.body.files[call.file]
+        if call.index >= file.chunks:
+            raise RemoteError("malformed", "there is no such chunk")
         try:
-            folder, offer = await trio.to_thread.run_sync(
-                self._shelf.offer, call.digest, call.first, call.last
-            )
-            if call.file >= len(offer.body.files):
-                raise RemoteError("malformed", "there is no such file")
-            file = offer.body.files[call.file]
-            if call.index >= file.chunks:
-                raise RemoteError("malformed", "there is no such chunk")
             data = await trio.to_thread.run_sync(read_chunk, folder, file, call.index)
-        except (StoreError, OSError) as error:
+        except OSError as error:
             raise RemoteError(NOT_HERE, str(error)) from error
         return Message(None, data)
 

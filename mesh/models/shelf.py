@@ -52,6 +52,10 @@ class Shelf:
     def mark(self, digest: str, first: int, last: int) -> Path:
         return self.folder(digest) / f".complete-{first}-{last}"
 
+    def made(self, digest: str, first: int, last: int) -> tuple[Path, Offer] | None:
+        """What :meth:`offer` has given before."""
+        return self._offers.get((digest, first, last))
+
     def offer(self, digest: str, first: int, last: int) -> tuple[Path, Offer]:
         """What a peer gets that asks for these layers, and the folder that it lies in.
 

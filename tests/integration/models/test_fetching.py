@@ -29,6 +29,8 @@ SIZES = {
     ".stages/1-3/openvino_model.bin": 3 * CHUNK + 1,
 }
 
+GRAPH = b'<net name="m" version="11"><layers /></net>'
+
 
 def put_model(root, seed=1, name="made-up"):
     """A model in a store, as far as its files matter here."""
@@ -36,7 +38,7 @@ def put_model(root, seed=1, name="made-up"):
     folder = root / name
     for path, size in SIZES.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(rng.randbytes(size))
+        (folder / path).write_bytes(GRAPH.ljust(size) if "xml" in path else rng.randbytes(size))
     files: tuple[ModelFile, ...] = tuple(
         describe(folder, path) for path in SIZES if not path.startswith(".")
     )
@@ -241,5 +243,34 @@ def test_only_nodes_that_may_serve_get_weights_and_nonsense_is_answered(tmp_path
         with pytest.raises(RemoteError) as caught:
             await poor.request(OFFER_KIND, whole)
         assert caught.value.code == "forbidden"
+
+    run(tmp_path, authority, main)
+
+
+def test_a_peer_that_offers_other_files_under_the_models_name_is_not_believed(tmp_path, authority):
+    """It has the manifest, and hashes that fit what it sends: the digest does not."""
+
+    async def main(mesh):
+        digest = put_model(tmp_path / "good").digest
+        good = await mesh.giver("good")
+        for number, path in enumerate(
+            ("openvino_tokenizer.bin", "openvino_model.bin", ".stages/1-3/openvino_model.xml")
+        ):
+            layers = (1, 3) if path.startswith(".") else (0, LAYERS)
+            liar = await mesh.giver(f"liar-{number}")
+            graph = GRAPH.replace(b"<net", b"<!DOCTYPE net><net")
+            lie = graph.ljust(SIZES[path]) if "xml" in path else bytes(SIZES[path])
+            (tmp_path / f"liar-{number}" / "made-up" / path).write_bytes(lie)
+            alone = await mesh.node(f"alone-{number}")
+            with pytest.raises(StoreError, match=r"not the one of the model|document type"):
+                await PeerFetch(mesh.shelves[f"alone-{number}"]).fetch(
+                    digest, layers, await links(alone, liar)
+                )
+            assert mesh.shelves[f"alone-{number}"].find(digest, *layers) is None
+            taker = await mesh.node(f"taker-{number}")
+            fetched = await PeerFetch(mesh.shelves[f"taker-{number}"]).fetch(
+                digest, layers, await links(taker, liar, good)
+            )
+            assert same(tmp_path / "good" / "made-up", fetched.path, path)
 
     run(tmp_path, authority, main)
