@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -149,12 +149,13 @@ class Placing:
             await self._capacity.probe()
         view = self._gossip.view
         facts = facts_in(view)
+        wants = {wanted.name: wanted for wanted in wants_in(view)}
         self._learn(view)
         if facts.wants or self._placed:
             self.plan = await trio.to_thread.run_sync(_arrange, facts)
             held = self._held(facts.claims)
             for step in next_steps(self._me, self._capacity.offered, self.plan, facts.claims, held):
-                await self._take(step, facts.claims)
+                await self._take(step, facts.claims, wants)
         self._gossip.announce(wants=self._wants(self._gossip.view))
 
     def _held(self, claims: Sequence[Claim]) -> list[Held]:
@@ -192,12 +193,12 @@ class Placing:
 
     # -- steps ------------------------------------------------------------------------------------
 
-    async def _take(self, step: Load | Drain | Keep, claims: Sequence[Claim]) -> None:
+    async def _take(
+        self, step: Load | Drain | Keep, claims: Sequence[Claim], wants: Mapping[str, Wanted]
+    ) -> None:
         match step:
             case Load(want, first, last):
-                wanted = next(
-                    w for w in wants_in(self._gossip.view) if w.digest == want.model.digest
-                )
+                wanted = wants[want.model.name]  # of the view that was planned from
                 number = self._claim(want, first, last, next_sequence(claims, wanted.digest))
                 self._nursery.start_soon(self._load, number, wanted, want, (first, last))
             case Drain(number):

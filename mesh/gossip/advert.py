@@ -206,7 +206,7 @@ class Advert(Frozen):
     wants: Annotated[tuple[Wanted, ...], Listed] = Field((), max_length=MAX_WANTS)
     speeds: Annotated[tuple[MeasuredSpeed, ...], Listed] = Field((), max_length=MAX_SPEEDS)
     links: Annotated[tuple[SeenLink, ...], Listed] = Field((), max_length=MAX_LINKS)
-    omitted: int = Field(0, ge=0, le=1 << 16)  # holdings, stored models, links that did not fit
+    omitted: int = Field(0, ge=0, le=1 << 16)  # of the lists above, what did not fit
 
     @model_validator(mode="after")
     def _ids(self) -> Advert:
@@ -253,8 +253,9 @@ _Signed = TypeVar("_Signed", Advert, LoadReport)
 def sign_advert(identity: Identity, advert: Advert) -> SignedAdvert:
     """Sign, leaving out what does not fit in :data:`MAX_ADVERT`.
 
-    First links go, then stored models, then holdings that are not ready, then the last of the
-    others, so that what others route by goes last; ``omitted`` counts them. Raises
+    First links go, then stored models, speeds, holdings that are not ready, wanted models (some are
+    others' words, which must not leave this node without any), then the last of the other holdings,
+    so that what others route by goes last; ``omitted`` counts them. Raises
     :class:`AdvertTooLarge` when the certificate chain and the fixed part alone are too long.
     """
     chain = [bytes(der) for der in identity.certificate.chain_der]
@@ -269,16 +270,20 @@ def sign_advert(identity: Identity, advert: Advert) -> SignedAdvert:
 def _smaller(advert: Advert, excess: int) -> Advert:
     """``advert`` with about ``excess`` encoded bytes of its least needed entries left out."""
     stored, holdings, load = list(advert.stored), list(advert.holdings), list(advert.load)
-    links = list(advert.links)
+    links, speeds, wants = list(advert.links), list(advert.speeds), list(advert.wants)
     saved = dropped = 0
-    while saved < excess and (links or stored or holdings):
-        entry: SeenLink | StoredModel | Holding
+    while saved < excess and (links or stored or speeds or wants or holdings):
+        entry: SeenLink | StoredModel | MeasuredSpeed | Wanted | Holding
+        loading = [h for h in holdings if not h.ready]
         if links:
             entry = links.pop()
         elif stored:
             entry = stored.pop()
+        elif speeds:
+            entry = speeds.pop()
+        elif wants and not loading:
+            entry = wants.pop()
         else:
-            loading = [h for h in holdings if not h.ready]
             entry = loading[-1] if loading else holdings[-1]
             holdings.remove(entry)
             load = [item for item in load if item.id != entry.id]
@@ -292,6 +297,8 @@ def _smaller(advert: Advert, excess: int) -> Advert:
         update={
             "links": tuple(links),
             "stored": tuple(stored),
+            "speeds": tuple(speeds),
+            "wants": tuple(wants),
             "holdings": tuple(holdings),
             "load": tuple(load),
             "omitted": min(advert.omitted + dropped, 1 << 16),

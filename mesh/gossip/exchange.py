@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -128,7 +129,7 @@ def decode_transfer(data: bytes | bytearray | memoryview) -> Transfer:
 
 def _record(row: Any) -> Record:
     match row:
-        case [float(age), bytes(envelope)] if age >= 0.0 and len(envelope) <= MAX_ADVERT:
+        case [float(age), bytes(envelope)] if 0.0 <= age < math.inf and len(envelope) <= MAX_ADVERT:
             return Record(age, envelope)
         case _:
             raise WireError("not an [age, advert]")

@@ -31,6 +31,7 @@ from mesh.routing.placement.plan import (
 from mesh.routing.placement.predict import ChainPlan, StagePlan
 from mesh.routing.placement.search import AUTO_CHAINS, find_chains
 
+MAX_SEQUENCE = (1 << 32) - 1
 MARGIN = 0.25  # a new layout must be better by this share of the seconds of a request
 
 
@@ -56,9 +57,9 @@ class Claim:
 
 
 def next_sequence(claims: Iterable[Claim], digest: str) -> int:
-    """For a claim that is made now."""
+    """For a claim that is made now: greater than all, unless somebody has said the greatest."""
     seen = (claim.sequence or 0 for claim in claims if claim.digest == digest)
-    return max(seen, default=0) + 1
+    return min(max(seen, default=0) + 1, MAX_SEQUENCE)
 
 
 def arrange(

@@ -9,6 +9,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mesh.gossip.advert import Holding
 from mesh.routing.placement.claims import Claim, arrange, complete_chains, next_sequence
 from mesh.routing.placement.facts import (
     WORKSPACE,
@@ -311,3 +312,14 @@ def test_meshes_come_to_rest_through_joins_and_losses(data, seed):
         else:
             lost = rng.choice(sorted(mesh.machines))
             del mesh.machines[lost], mesh.held[lost]
+
+
+def test_the_greatest_sequence_that_can_be_said_is_not_exceeded():
+    """A peer that has said it must not keep others from claiming."""
+    said = Claim("x", MODEL.digest, 0, 1, (1 << 32) - 1, True)
+    holding = Holding(
+        id=1, model="m", digest=MODEL.digest, kind="stage", first=0, last=1, layers=6,
+        context_length=1, device="CPU", ready=False, slots=1, queue=0,
+        claim=next_sequence([said], MODEL.digest),
+    )  # fmt: skip
+    assert holding.claim == said.sequence

@@ -16,6 +16,7 @@ from mesh.gossip.advert import (
     ADVERT_TAG,
     MAX_ADVERT,
     MAX_LOAD,
+    MAX_WANTS,
     Advert,
     AdvertError,
     AdvertTooLarge,
@@ -24,6 +25,7 @@ from mesh.gossip.advert import (
     HoldingLoad,
     LoadReport,
     StoredModel,
+    Wanted,
     open_advert,
     open_load,
     sign_advert,
@@ -146,6 +148,26 @@ def test_what_does_not_fit_is_left_out_least_needed_first(authority, trust):
     assert len(crowded.holdings) >= 25
     assert crowded.omitted == 64 + 48 - len(crowded.holdings)
     assert {item.id for item in crowded.load} <= {h.id for h in crowded.holdings}
+
+
+def test_what_others_want_served_does_not_silence_a_node(authority, trust):
+    """A node repeats it, up to a number; how long it is, others decide."""
+    wants = [
+        Wanted(
+            name=f"{n}" + "\U0001d11e" * 127, digest="ab" * 32, version=(1 << 63) - 1,
+            publisher="p" * 128, layers=30, layer_bytes=1 << 40, embedding_bytes=1 << 40, head_bytes=1 << 40,
+            shared_bytes=1 << 40, kv_bytes=1 << 30, hidden=1 << 20, context_length=1 << 30,
+        )
+        for n in range(MAX_WANTS)
+    ]  # fmt: skip
+    signed = sign_advert(
+        authority.identity("node"),
+        advert(wants=wants, addresses=["/ip4/192.0.2.1/udp/4001/quic-v1/p2p/" + "x" * 52] * 4),
+    )
+    assert len(signed.envelope) <= MAX_ADVERT
+    assert signed.advert.holdings
+    assert 0 < len(signed.advert.wants) < MAX_WANTS
+    assert open_advert(signed.envelope, lambda c: trust.verify(c, time.time())) == signed
 
 
 def test_a_chain_that_alone_is_too_long_is_an_error(authority):
