@@ -155,7 +155,8 @@ def test_what_others_want_served_does_not_silence_a_node(authority, trust):
     wants = [
         Wanted(
             name=f"{n}" + "\U0001d11e" * 127, digest="ab" * 32, version=(1 << 63) - 1,
-            publisher="p" * 128, layers=30, layer_bytes=1 << 40, embedding_bytes=1 << 40, head_bytes=1 << 40,
+            publisher="p" * 128, layers=30, layer_bytes=1 << 40, embedding_bytes=1 << 40,
+            head_bytes=1 << 40,
             shared_bytes=1 << 40, kv_bytes=1 << 30, hidden=1 << 20, context_length=1 << 30,
         )
         for n in range(MAX_WANTS)
