@@ -65,7 +65,7 @@ class _Frozen(BaseModel):
 class ChainHop(_Frozen):
     """A stage of the chain to use: layers ``[first, last)`` at ``peer``."""
 
-    peer: str = Field(min_length=1, max_length=128)
+    peer: str = Field(min_length=32, max_length=128)  # as stages are told it
     first: int = Field(ge=0, lt=1 << 12)
     last: int = Field(ge=1, le=1 << 12)
 

@@ -76,6 +76,7 @@ def test_a_call_comes_through() -> None:
         {"earlier": [{**lost(0, 3).model_dump(), "evidence": "signer"}]},
         {"earlier": [{**lost(0, 3).model_dump(), "evidence": "receipt"}]},
         {"earlier": [lost(0, 3).model_dump()] * 16},
+        {"chain": [{"peer": "x", "first": 0, "last": 2}]},
     ],
 )
 def test_a_wrong_call_is_refused(change: dict[str, Any]) -> None:
@@ -140,6 +141,10 @@ def test_an_error_comes_through_with_all_it_says(error: GenerationError) -> None
     for got in (frame, refusal):
         assert isinstance(got, GenerationError)
         assert vars(got) == vars(error)
+
+
+def test_a_link_that_is_busy_is_an_overloaded_node() -> None:
+    assert read_refusal("busy", "too many calls at once", {}).code == "overloaded"
 
 
 def test_an_unknown_code_is_the_engines_failure() -> None:
