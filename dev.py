@@ -83,6 +83,9 @@ def main(arguments: list[str]) -> int:
     if sys.version_info < (3, 11):
         sys.exit(f"dev: Python 3.11 or newer is needed, this is {sys.version.split()[0]}")
     command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if command in ("-h", "--help"):
+        print(__doc__)
+        return 0
     if command not in ("demo", "test", "bench", "lint"):
         print(__doc__, file=sys.stderr)
         return 2

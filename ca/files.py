@@ -34,7 +34,11 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, replace: bool = 
     ``replace=False`` an existing file is left alone and FileExistsError raised, also when two
     processes try at once. Raises OSError.
     """
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
+    except OSError as error:
+        error.filename = str(path)  # what the user asked for, not our temporary file
+        raise
     temporary = Path(name)
     try:
         with open(handle, "wb") as file:

@@ -399,7 +399,9 @@ class Node:
                 sessions=asked.sessions,
             )
         except ValidationError as error:
-            raise ValueError(str(error.errors()[0]["msg"])) from error
+            first = error.errors()[0]
+            name = ".".join(map(str, first["loc"]))
+            raise ValueError(f"{name}: {first['msg']}") from error
         except (StoreError, OSError) as error:
             raise ValueError(str(error)) from error
         return await self.plan_of(asked.model, "")

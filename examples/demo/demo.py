@@ -117,7 +117,12 @@ class Demo:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="dev.py demo", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="dev.py demo",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--once", action="store_true", help="end after the answer")
     parser.add_argument("--sharded", action="store_true", help="no node holds the whole model")
     options = parser.parse_args()

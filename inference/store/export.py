@@ -28,7 +28,7 @@ from inference.store.store import OPTIONAL, REQUIRED, ModelStore
 Weights = Literal["int4", "int8", "fp16"]
 Role = Literal["product", "table", "head"]
 
-INSTALL = "pip install 'meshnode[export]'"
+INSTALL = ".venv/bin/pip install -e '.[export]' in meshnode's folder"
 GROUP_SIZES = (128, 64, 32, 16)  # input channels that share a scale in int4
 _MODEL = "openvino_model.xml"
 _NEEDED = ("torch", "optimum", "optimum.intel", "nncf")

@@ -35,7 +35,9 @@ def _measure(node: LocalNode, peer: str) -> dict[str, Any]:
     """Follow the measurement with a progress bar on standard error."""
     columns = (TextColumn("{task.description}"), BarColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task("connecting", total=1.0)
         try:
             with node.http.stream("GET", "/control/bench", params={"peer": peer}) as response:

@@ -6,8 +6,8 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TextIO
 
 import httpx2
 
@@ -29,25 +29,34 @@ def chat(config: NodeConfig, options: argparse.Namespace) -> int:
         for name in ("max_tokens", "seed", "temperature"):
             if getattr(options, name) is not None:
                 body[name] = getattr(options, name)
-        saved: list[str] = []
         try:
             with node.http.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:
                     response.read()
                     raise CommandError(Exit.FAILED, error_message(response))
-                for line in response.iter_lines():
-                    saved.append(line)
-                    for text in _texts(line):
-                        sys.stdout.write(printable(text))
-                        sys.stdout.flush()
+                with _saving(options.save) as saved:
+                    for line in response.iter_lines():
+                        if saved is not None:
+                            saved.write(line + "\n")
+                        for text in _texts(line):
+                            sys.stdout.write(printable(text))
+                            sys.stdout.flush()
                 answered_by = response.headers.get("X-Mesh-Node", "")
         except httpx2.TransportError as error:
             raise CommandError(Exit.FAILED, f"the answer broke off: {error}") from error
     print()
     print(f"answered by {answered_by}", file=sys.stderr)
-    if options.save:
-        Path(options.save).write_text("\n".join(saved) + "\n", encoding="utf-8")
     return Exit.OK
+
+
+def _saving(path: str | None) -> AbstractContextManager[TextIO | None]:
+    """The file for the response, opened before it comes."""
+    if path is None:
+        return nullcontext()
+    try:
+        return open(path, "w", encoding="utf-8")
+    except OSError as error:
+        raise CommandError(Exit.FAILED, f"cannot write {path}: {error.strerror}") from error
 
 
 def _any_model(listing: dict[str, Any]) -> str:

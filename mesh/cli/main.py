@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh.cli.exits import CommandError, Exit
-from mesh.config import ConfigError, NodeConfig, load_config
+from mesh.config import ConfigError, NodeConfig, default_home, default_models, load_config
 
 # Settings that every command knows, and those of `start`. A flag that is not given stays None, so
 # that the environment and the file can speak.
@@ -67,7 +67,9 @@ def _add_init(parser: argparse.ArgumentParser) -> None:
 def _add_wait(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers", type=int, default=0, metavar="N", help="so many peers are alive")
     parser.add_argument("--model", metavar="NAME", dest="wanted", help="this model can be used")
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="S")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="S", help="give up after (default: 60)"
+    )
 
 
 def _add_drain(parser: argparse.ArgumentParser) -> None:
@@ -92,18 +94,25 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
+    common = [_common()]
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    pull = actions.add_parser("pull", help="download a known name or a hub repository")
+    pull = actions.add_parser(
+        "pull", help="download a known name or a hub repository", parents=common
+    )
     pull.add_argument("name")
-    take = actions.add_parser("import", help="take a folder with OpenVINO IR, or a GGUF file")
+    take = actions.add_parser(
+        "import", help="take a folder with OpenVINO IR, or a GGUF file", parents=common
+    )
     take.add_argument("path", type=Path)
     take.add_argument("--name", help="default: the name of the folder or file")
-    convert = actions.add_parser("export", help="convert original weights to OpenVINO IR")
+    convert = actions.add_parser(
+        "export", help="convert original weights to OpenVINO IR", parents=common
+    )
     convert.add_argument("source", metavar="HF-DIR-OR-ID", help="a folder or a hub repository")
     convert.add_argument("--weights", required=True, choices=("int4", "int8", "fp16"))
     convert.add_argument("--name", help="default: the source's, with the precision behind")
-    actions.add_parser("list", help="models on this machine")
-    remove = actions.add_parser("rm", help="delete a model from this machine")
+    actions.add_parser("list", help="models on this machine", parents=common)
+    remove = actions.add_parser("rm", help="delete a model from this machine", parents=common)
     remove.add_argument("name")
 
 
@@ -143,11 +152,24 @@ COMMANDS: dict[str, _Command] = {
 }
 
 
-def _parser() -> argparse.ArgumentParser:
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--home", metavar="DIR", help="where the node keeps all its state")
-    common.add_argument("--models", metavar="DIR", help="the model store of this machine")
+def _common() -> argparse.ArgumentParser:
+    # What is not given is not set, so that the parser of `model list` undoes nothing of what stood
+    # before: `model --home DIR list` and `model list --home DIR` are the same.
+    common = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    # "%%" because argparse formats help texts, and a path may hold anything.
+    home, models = (str(path).replace("%", "%%") for path in (default_home(), default_models()))
+    common.add_argument(
+        "--home", metavar="DIR", help=f"where the node keeps all its state (default: {home})"
+    )
+    common.add_argument(
+        "--models", metavar="DIR", help=f"the model store of this machine (default: {models})"
+    )
     common.add_argument("--log", metavar="LEVEL", help="debug, info, warning or error")
+    return common
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = _common()
     parser = argparse.ArgumentParser(
         prog="meshnode", description="A node of a mesh that serves AI models to its owners."
     )

@@ -25,7 +25,7 @@ def serve(config: NodeConfig, options: argparse.Namespace) -> int:
         if replicas != 0:
             try:
                 pull_with_progress(ModelStore(config.models), options.name)
-            except StoreError as error:
+            except (StoreError, OSError) as error:
                 raise CommandError(Exit.MODEL, str(error)) from error
         wanted: dict[str, Any] = {
             "model": options.name,

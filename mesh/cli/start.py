@@ -53,7 +53,7 @@ def _fetch_models(config: NodeConfig) -> dict[str, ModelManifest]:
     store = ModelStore(config.models)
     try:
         models = {name: pull_with_progress(store, name) for name in names}
-    except StoreError as error:
+    except (StoreError, OSError) as error:
         raise StartError("model", str(error)) from error
     for stage in config.stage:
         if stage.last > models[stage.model].layers:

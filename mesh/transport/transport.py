@@ -16,13 +16,14 @@ from random import Random
 from types import MappingProxyType
 from typing import Any
 
+import multiaddr.exceptions
 import trio
 from multiaddr import Multiaddr
 
 from ca.certificate import Certificate, CertificateError
 from mesh.identity import Identity, PeerId, TrustStore
 from mesh.transport.contacts import Contacts
-from mesh.transport.errors import DialError, NotAdmitted
+from mesh.transport.errors import DialError, ListenError, NotAdmitted
 from mesh.transport.frames import FrameKind, encode_body
 from mesh.transport.host import build_host, key_pair_of
 from mesh.transport.kademlia import Lookup
@@ -233,7 +234,12 @@ class Transport:
 
     async def _listen(self) -> None:
         for text in self.config.listen:
-            address = Multiaddr(text)
+            try:
+                address = Multiaddr(text)
+            except (multiaddr.exceptions.Error, ValueError) as error:
+                raise ListenError(
+                    f"not an address to listen on: {text!r}, as in /ip4/0.0.0.0/udp/4001/quic-v1"
+                ) from error
             listener = self._quic.create_listener(None)
             await listener.listen(address)
             # Not through Swarm.listen, which hides why an address cannot be had.

@@ -57,6 +57,10 @@ def test_a_port_that_is_taken(network: Any) -> None:
         assert str(port) in line
 
 
+def test_an_address_that_is_none(network: Any) -> None:
+    assert "'4001'" in fails(network, "lost", 4, "--listen", "4001")
+
+
 def test_an_api_for_everybody_needs_a_key(network: Any) -> None:
     assert "API key" in fails(network, "open", 4, "--api", "0.0.0.0:0")
 

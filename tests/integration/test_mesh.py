@@ -140,6 +140,9 @@ def test_a_client_that_leaves_stops_the_work_where_it_runs(mesh: Mesh, stream: b
 
 def test_chat_and_verify_on_the_command_line(mesh: Mesh, tmp_path: Path) -> None:
     saved = tmp_path / "response.sse"
+    nowhere = str(tmp_path / "missing" / "response.sse")
+    refused = mesh.entry.cli("chat", "Say hello.", "--max-tokens", "1", "--save", nowhere)
+    assert refused.returncode == 1 and f"cannot write {nowhere}" in refused.stderr
     done = mesh.entry.cli("chat", "Say hello.", "--max-tokens", "16", "--save", str(saved))
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
 

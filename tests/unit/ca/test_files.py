@@ -56,6 +56,13 @@ def test_a_failing_disk_leaves_the_old_file(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
+def test_an_error_names_the_file_that_was_asked_for(tmp_path):
+    path = tmp_path / "missing" / "node.pem"
+    with pytest.raises(FileNotFoundError) as caught:
+        write_atomic(path, b"x")
+    assert caught.value.filename == str(path)
+
+
 def test_reading_is_bounded(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"12345")
