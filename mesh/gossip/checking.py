@@ -4,12 +4,17 @@ An idle mesh is quiet, and a machine that loses power says nothing. So each node
 peers every two seconds, in turn; in a mesh of any size every node is then asked about every two
 seconds by somebody. Whoever gets no answer tells the others of its *doubt*. Each of them that has a
 link asks for itself, the others wait for the peer to speak up: a doubt alone harms nobody.
+
+Who loses many at once is itself what was cut off, or the part of the mesh that it is in. Then every
+node there could tell of everyone on the other side, and all of it would be passed on by all: so a
+node tells of some only. Its neighbours have lost others, and tell of those.
 """
 
 from __future__ import annotations
 
 import math
 import random
+from collections import deque
 from collections.abc import Callable
 
 from mesh.gossip.membership import Table
@@ -18,6 +23,7 @@ from mesh.identity import PeerId
 CHECK_EVERY = 2.0  # s
 ANSWER_TIME = 2.0  # s; a busy machine may pause for one
 DOUBT_KEPT = 5.0  # s in which nobody repeats what somebody has said
+MOST_DOUBTS = 16  # that one node raises in that time
 
 
 class Checking:
@@ -29,6 +35,7 @@ class Checking:
         self._next = -math.inf
         self._under_way: set[PeerId] = set()
         self._doubts: dict[PeerId, float] = {}
+        self._raised: deque[float] = deque(maxlen=MOST_DOUBTS)
 
     def deadline(self, table: Table) -> float:
         return self._next if table.links else math.inf
@@ -68,4 +75,13 @@ class Checking:
         if peer in self._doubts:
             return False
         self._doubts[peer] = now
+        return True
+
+    def raise_doubt(self, peer: PeerId, now: float) -> bool:
+        """Whether to tell the others that this node doubts ``peer``."""
+        if len(self._raised) == MOST_DOUBTS and now - self._raised[0] < DOUBT_KEPT:
+            return False
+        if not self.doubt(peer, now):
+            return False
+        self._raised.append(now)
         return True

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable
 import trio
 
 from ca.certificate import Certificate, CertificateError
-from mesh.gossip import membership
+from mesh.gossip import events, membership
 from mesh.gossip.advert import AdvertError, SignedAdvert, open_advert, open_load
 from mesh.gossip.anti_entropy import Record
+from mesh.gossip.events import Effect, Event
 from mesh.gossip.exchange import AliveAnswer, is_proof
-from mesh.gossip.membership import Effect, Event, Table
+from mesh.gossip.membership import Table
 from mesh.identity import PeerId, TrustStore, public_key_of
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class Knowledge:
         known = self.table.entries.get(signed.peer)
         if known is not None and signed.version < known.signed.version:
             return False
-        self.apply(membership.AdvertHeard(signed, age, self._expiry(signed)))
+        self.apply(events.AdvertHeard(signed, age, self._expiry(signed)))
         return True
 
     def take_load(self, author: PeerId, envelope: bytes) -> bool:
@@ -77,7 +78,7 @@ class Knowledge:
             return False
         if (report.boot, report.sequence) <= (known.boot, known.sequence):
             return False
-        self.apply(membership.LoadHeard(author, report))
+        self.apply(events.LoadHeard(author, report))
         return True
 
     async def take_records(self, records: Iterable[Record]) -> None:
@@ -91,7 +92,7 @@ class Knowledge:
         if not is_proof(answer, nonce, public_key_of(peer)):
             logger.info("a proof of life of %s is not signed by it", peer)
             return False
-        self.apply(membership.ProofOfLife(peer, answer.boot))
+        self.apply(events.ProofOfLife(peer, answer.boot))
         return True
 
     def recheck(self, reason: str) -> None:
@@ -104,7 +105,7 @@ class Knowledge:
                 except CertificateError:
                     refused.add(peer)
         if refused:
-            self.apply(membership.Refused(frozenset(refused), reason))
+            self.apply(events.Refused(frozenset(refused), reason))
 
     def _verify(self, chain_der: tuple[bytes, ...]) -> Certificate:
         return self._trust.verify(chain_der, time.time())

@@ -18,7 +18,7 @@ import trio
 
 from ca.certificate import CertificateError
 from ca.crl import RevocationList
-from mesh.gossip import membership
+from mesh.gossip import events
 from mesh.gossip.advert import (
     Advert,
     HoldingLoad,
@@ -31,8 +31,9 @@ from mesh.gossip.announcement import Announcement, Changes
 from mesh.gossip.anti_entropy import Record
 from mesh.gossip.checking import CHECK_EVERY, Checking
 from mesh.gossip.dialing import Dialing
+from mesh.gossip.events import Effect, Mine, MyLoad, Tick
 from mesh.gossip.knowledge import Knowledge
-from mesh.gossip.membership import Effect, Mine, MyLoad, Table, Tick
+from mesh.gossip.membership import Table
 from mesh.gossip.publishing import Publishing
 from mesh.gossip.talks import Talks
 from mesh.gossip.view import LinkView, View, build_view
@@ -196,7 +197,7 @@ class GossipService:
                 )
                 for name, validator in accept.items()
             ]
-            events = await stack.enter_async_context(self._transport.events())
+            links = await stack.enter_async_context(self._transport.events())
             stack.callback(self._trust.on_revocation(self._on_list))
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
@@ -206,7 +207,7 @@ class GossipService:
                     self._link_is_up(link)
                 for topic in messages:
                     nursery.start_soon(_drain, topic)
-                nursery.start_soon(self._follow_links, events)
+                nursery.start_soon(self._follow_links, links)
                 task_status.started()
                 await self._keep_time()
 
@@ -254,41 +255,41 @@ class GossipService:
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
-            case membership.Became(peer, was, now, reason):
+            case events.Became(peer, was, now, reason):
                 logger.info("%s: %s -> %s (%s)", peer, was or "unknown", now, reason)
-            case membership.Probe(peer):
+            case events.Probe(peer):
                 self._start(self._talks.probe, peer)
-            case membership.Doubt(peer):
-                if self._checking.doubt(peer, trio.current_time()):
+            case events.Doubt(peer):
+                if self._checking.raise_doubt(peer, trio.current_time()):
                     self._start(self._publish, "doubt", peer.encode())
-            case membership.Fetch(peer):
+            case events.Fetch(peer):
                 link = self._talks.fetch(peer)
                 if link is not None:
                     self._start(self._talks.sync, link)
-            case membership.Reboot(boot):
+            case events.Reboot(boot):
                 logger.warning("others know a later start of this node: the clock was set back")
                 self._sequence = 0
                 self._on_boot(boot)
                 self._publishing.advert_changed(trio.current_time())
-            case membership.Clash():
+            case events.Clash():
                 logger.error("another node runs with this node's key; one of them must stop")
 
     # -- links --------------------------------------------------------------------------------
 
-    async def _follow_links(self, events: AsyncIterator[LinkUp | LinkDown | LinkMoved]) -> None:
-        async for event in events:
+    async def _follow_links(self, links: AsyncIterator[LinkUp | LinkDown | LinkMoved]) -> None:
+        async for event in links:
             match event:
                 case LinkUp(link):
                     self._link_is_up(link)
                 case LinkDown(peer, reason):
                     # A peer that came back at once may have its new link already.
                     if self._transport.link(peer) is None:
-                        self._knowledge.apply(membership.LinkDown(peer, reason))
+                        self._knowledge.apply(events.LinkDown(peer, reason))
                 case LinkMoved():
                     self._view = None  # its path and round trip time are others now
 
     def _link_is_up(self, link: Link) -> None:
-        self._knowledge.apply(membership.LinkUp(link.peer))
+        self._knowledge.apply(events.LinkUp(link.peer))
         if self._identity.peer_id < link.peer:
             self._start(self._talks.sync, link)
 
@@ -381,9 +382,9 @@ class GossipService:
             self._publishing.advert_changed(now)
             self._woken.set()
         elif peer not in table.links:
-            self._knowledge.apply(membership.Doubted(peer))
+            self._knowledge.apply(events.Doubted(peer))
         elif self._is_quiet(peer) and self._checking.start(table, peer):
-            self._knowledge.apply(membership.Doubted(peer))
+            self._knowledge.apply(events.Doubted(peer))
             self._start(self._check, peer)
         return True
 

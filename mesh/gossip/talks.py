@@ -12,6 +12,7 @@ import trio
 from ca.certificate import CertificateError
 from mesh.gossip import anti_entropy, exchange, revocation
 from mesh.gossip.checking import ANSWER_TIME
+from mesh.gossip.events import NoAnswer, ProofOfLife, Unreachable
 from mesh.gossip.exchange import (
     AliveAnswer,
     AliveCall,
@@ -23,7 +24,7 @@ from mesh.gossip.exchange import (
     parse,
 )
 from mesh.gossip.knowledge import Knowledge
-from mesh.gossip.membership import PROBE_TIME, NoAnswer, ProofOfLife, Unreachable
+from mesh.gossip.membership import PROBE_TIME
 from mesh.gossip.wire import WireError
 from mesh.identity import Identity, PeerId, TrustStore
 from mesh.transport import Lane, Link, Message, RemoteError, Request, Transport, TransportError
@@ -35,6 +36,8 @@ DIAL_TIMEOUT = 10.0  # s
 MOST_ROUNDS = 4  # transfers of 4 MiB in a row: more than adverts of MAX_NODES
 FETCH_GAP = 1.0  # s between attempts to get one peer's advert
 HELPERS = 3  # peers that are asked about a suspect
+PROBES_AT_ONCE = 16  # each dials, and most of those who are suspected at once are out of reach
+SYNCS_AT_ONCE = 2  # so that a newcomer gets the whole view once or twice, not over each new link
 NO_LINK = "no_link"
 
 
@@ -57,7 +60,9 @@ class Talks:
         self._knowledge = knowledge
         self._boot = boot
         self._rng = rng
-        self._syncing: set[PeerId] = set()
+        self._syncing: set[PeerId] = set()  # under way or waiting for their turn
+        self._syncs = trio.CapacityLimiter(SYNCS_AT_ONCE)
+        self._probes = trio.CapacityLimiter(PROBES_AT_ONCE)
         self._fetched: dict[PeerId, float] = {}
 
     def serve(self) -> None:
@@ -85,9 +90,10 @@ class Talks:
             return
         self._syncing.add(link.peer)
         try:
-            for _ in range(MOST_ROUNDS):
-                if not await self._sync(link):
-                    break
+            async with self._syncs:
+                for _ in range(MOST_ROUNDS):
+                    if not await self._sync(link):
+                        break
         except (TransportError, WireError) as error:
             logger.info("anti-entropy with %s failed: %s", link.peer, error)
         finally:
@@ -178,10 +184,13 @@ class Talks:
         self._knowledge.apply(NoAnswer(peer))
 
     async def probe(self, peer: PeerId) -> None:
-        """Look for a proof that ``peer`` lives: directly and through others, all at once."""
+        """Look for a proof that ``peer``, a suspect, lives: directly and through others at once."""
         nonce = secrets.token_bytes(exchange.NONCE_BYTES)
         with trio.move_on_after(PROBE_TIME):
-            async with trio.open_nursery() as nursery:
+            async with self._probes, trio.open_nursery() as nursery:
+                entry = self._knowledge.table.entries.get(peer)
+                if entry is None or entry.status != "suspect":
+                    return  # that was settled while others were probed
 
                 async def ask(link: Link, kind: str, call: AliveCall | ProbeCall) -> None:
                     try:

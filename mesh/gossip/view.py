@@ -13,7 +13,8 @@ from types import MappingProxyType
 
 from ca.certificate import Role
 from mesh.gossip.advert import Advert, Holding, HoldingLoad
-from mesh.gossip.membership import Entry, Status, Table
+from mesh.gossip.events import Status
+from mesh.gossip.membership import Entry, Table
 from mesh.identity import PeerId
 
 _IDLE: Mapping[int, HoldingLoad] = MappingProxyType({})

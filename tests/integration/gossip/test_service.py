@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import time
+from contextlib import AsyncExitStack
 
 import trio
 
-from ca.certificate import Role
+from ca.certificate import Role, load_root
+from mesh.gossip import exchange
 from mesh.gossip.advert import HoldingLoad
+from mesh.gossip.talks import SYNCS_AT_ONCE
+from mesh.identity import TrustStore
+from mesh.transport import RemoteError, Transport, TransportConfig
 
 
 def test_nodes_that_know_one_address_form_a_full_mesh(on_net):
@@ -21,6 +26,45 @@ def test_nodes_that_know_one_address_form_a_full_mesh(on_net):
         view = nodes[1].gossip.view
         assert all(n.link is not None for n in view.alive)
         assert {n.name for n in view.alive} == {"node-0", "node-2", "node-3", "node-4"}
+
+    on_net(test)
+
+
+def test_who_has_many_new_links_asks_over_two_at_a_time_what_is_there(on_net):
+    async def test(net):
+        first = await net.start(net.identity("first"))
+        send, asked = trio.open_memory_channel(100)
+        under_way, counts = 0, []
+
+        def slowly(peer):
+            async def answer(_):
+                nonlocal under_way
+                under_way += 1
+                counts.append(under_way)
+                await trio.sleep(0.2)
+                under_way -= 1
+                await send.send(peer)
+                raise RemoteError("busy", "later")
+
+            return answer
+
+        async with trio.open_nursery() as nursery, AsyncExitStack() as stack:
+            peers = set()
+            for i in range(6):
+                who = net.identity(f"slow-{i}")
+                trust = TrustStore("acme", [load_root(net.root_der)], net.folder / f"slow-{i}")
+                config = TransportConfig(listen=("/ip4/127.0.0.1/udp/0/quic-v1",))
+                transport = await stack.enter_async_context(Transport.open(config, who, trust))
+                transport.serve(exchange.SYNC, slowly(who.peer_id))
+                await transport.connect(first.transport.addresses[0])
+                peers.add(who.peer_id)
+            await first.gossip.wait_until(lambda _: set(first.transport.links) == peers)
+            for link in first.transport.links.values():
+                nursery.start_soon(first.gossip._talks.sync, link)
+            with trio.fail_after(20):
+                while peers:
+                    peers.discard(await asked.receive())
+        assert max(counts) == SYNCS_AT_ONCE
 
     on_net(test)
 

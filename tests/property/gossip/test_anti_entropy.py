@@ -12,7 +12,8 @@ from ca.certificate import Certificate, Role
 from mesh.gossip import anti_entropy
 from mesh.gossip.advert import Advert, SignedAdvert
 from mesh.gossip.anti_entropy import compare, digest, key_of, parse_digest, parse_wanted, wanted
-from mesh.gossip.membership import AdvertHeard, Doubted, LinkDown, Mine, Table, Tick, apply
+from mesh.gossip.events import AdvertHeard, Doubted, LinkDown, Mine, Tick
+from mesh.gossip.membership import Table, apply
 
 KEY = Ed25519PrivateKey.generate().public_key()
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)

@@ -18,16 +18,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from ca.certificate import Certificate, Role
 from mesh.gossip import anti_entropy, exchange
 from mesh.gossip.advert import Advert, SignedAdvert
-from mesh.gossip.membership import (
-    AdvertHeard,
-    LinkDown,
-    Mine,
-    Probe,
-    ProofOfLife,
-    Table,
-    Tick,
-    apply,
-)
+from mesh.gossip.events import AdvertHeard, LinkDown, Mine, Probe, ProofOfLife, Tick
+from mesh.gossip.membership import Table, apply
 from mesh.gossip.publishing import Publishing
 
 KEY = Ed25519PrivateKey.generate().public_key()

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from ca.certificate import Certificate, Role
 from mesh.gossip.advert import Advert, SignedAdvert
-from mesh.gossip.checking import CHECK_EVERY, DOUBT_KEPT, Checking
+from mesh.gossip.checking import CHECK_EVERY, DOUBT_KEPT, MOST_DOUBTS, Checking
 from mesh.gossip.dialing import AT_ONCE, FEW_LINKS, FULL_MESH, YIELD, Dialing
-from mesh.gossip.membership import AdvertHeard, LinkDown, LinkUp, Table, apply
+from mesh.gossip.events import AdvertHeard, LinkDown, LinkUp
+from mesh.gossip.membership import Table, apply
 
 KEY = Ed25519PrivateKey.generate().public_key()
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
@@ -143,3 +144,31 @@ def test_a_doubt_is_news_once():
     assert checking.doubt("B", 0.0)
     assert not checking.doubt("B", DOUBT_KEPT - 0.1)
     assert checking.doubt("B", DOUBT_KEPT + 0.1)
+
+
+def test_who_loses_half_of_a_large_mesh_at_once_does_not_tell_of_each():
+    checking = Checking(random.Random(1))
+    raised = [p for i, p in enumerate(names(500)) if checking.raise_doubt(p, 0.001 * i)]
+    assert raised == names(MOST_DOUBTS)
+    assert not checking.raise_doubt("LATER", DOUBT_KEPT - 0.1)
+    assert checking.doubt("LATER", DOUBT_KEPT - 0.1), "what others tell is passed on all the same"
+    assert checking.raise_doubt("MUCH LATER", DOUBT_KEPT)
+
+
+def test_nobody_repeats_a_doubt_of_another():
+    checking = Checking(random.Random(1))
+    assert checking.doubt("B", 0.0)
+    assert not checking.raise_doubt("B", 1.0)
+    assert all(checking.raise_doubt(p, 2.0) for p in names(MOST_DOUBTS))
+
+
+@settings(max_examples=50, deadline=None)
+@given(times=st.lists(st.floats(0.0, 60.0), max_size=200))
+def test_doubts_of_one_node_are_bounded_whenever_it_has_them(times):
+    checking = Checking(random.Random(1))
+    ordered = sorted(times)
+    raised = [at for i, at in enumerate(ordered) if checking.raise_doubt(f"P{i}", at)]
+    for at in raised:
+        assert sum(0.0 <= other - at < DOUBT_KEPT for other in raised) <= MOST_DOUBTS
+    if len(ordered) <= MOST_DOUBTS:
+        assert raised == ordered

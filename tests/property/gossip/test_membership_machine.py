@@ -11,10 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ca.certificate import Certificate, Role
 from mesh.gossip.advert import Advert, LoadReport, SignedAdvert
-from mesh.gossip.membership import (
-    GRACE,
-    MISSED_BEATS,
-    PROBE_TIME,
+from mesh.gossip.events import (
     AdvertHeard,
     Became,
     Doubted,
@@ -25,11 +22,10 @@ from mesh.gossip.membership import (
     Probe,
     ProofOfLife,
     Refused,
-    Table,
     Tick,
     Unreachable,
-    apply,
 )
+from mesh.gossip.membership import GRACE, MISSED_BEATS, PROBE_TIME, Table, apply
 
 KEY = Ed25519PrivateKey.generate().public_key()
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)

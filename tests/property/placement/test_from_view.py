@@ -19,7 +19,8 @@ from mesh.gossip.advert import (
     Wanted,
 )
 from mesh.gossip.anti_entropy import key_of
-from mesh.gossip.membership import AdvertHeard, LinkDown, Mine, Table, apply
+from mesh.gossip.events import AdvertHeard, LinkDown, Mine
+from mesh.gossip.membership import Table, apply
 from mesh.gossip.view import build_view
 from mesh.routing.placement.from_view import (
     claims_in,

@@ -11,7 +11,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from ca.certificate import Certificate, Role
 from mesh.gossip.advert import Advert, Holding, HoldingLoad, SignedAdvert
-from mesh.gossip.membership import AdvertHeard, LinkDown, Mine, Table, apply
+from mesh.gossip.events import AdvertHeard, LinkDown, Mine
+from mesh.gossip.membership import Table, apply
 from mesh.gossip.view import LinkView, View, build_view
 
 KEY = Ed25519PrivateKey.generate().public_key()

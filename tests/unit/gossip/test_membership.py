@@ -10,9 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from ca.certificate import Certificate, Role
 from mesh.gossip.advert import Advert, HoldingLoad, LoadReport, SignedAdvert
-from mesh.gossip.membership import (
-    MAX_REBOOTS,
-    SPEAK_UP,
+from mesh.gossip.events import (
     AdvertHeard,
     Became,
     Clash,
@@ -27,11 +25,10 @@ from mesh.gossip.membership import (
     ProofOfLife,
     Reboot,
     Refused,
-    Table,
     Tick,
     Unreachable,
-    apply,
 )
+from mesh.gossip.membership import MAX_REBOOTS, SPEAK_UP, Table, apply
 
 KEY = Ed25519PrivateKey.generate().public_key()
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
@@ -171,6 +168,23 @@ def test_a_doubted_peer_that_speaks_up_stays_alive_and_one_that_does_not_is_lost
     mesh(Doubted("B"), 21.0)
     mesh(Doubted("unheard of"), 21.0)
     assert mesh.status("B") == "gone"
+
+
+def test_many_who_are_doubted_one_by_one_are_looked_at_together(mesh):
+    peers = [f"P{i}" for i in range(100)]
+    for peer in peers:
+        mesh(AdvertHeard(signed(peer, beat=60.0)), 0.0)
+    for i, peer in enumerate(peers):
+        mesh(Doubted(peer), 10.0 + i / 100)
+    ticks = 0
+    while mesh.table.deadline < 20.0:
+        at = mesh.table.deadline
+        mesh(Tick(), at)
+        ticks += 1
+        late = [p for p in peers if mesh.table.entries[p].speak_by <= at]
+        assert not late, "each at its time or a little later"
+    assert {mesh.status(peer) for peer in peers} == {"gone"}
+    assert ticks <= 12
 
 
 def test_old_news_never_brings_a_ghost_back(mesh):
