@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ from mesh.gossip import anti_entropy
 from mesh.gossip.advert import Advert, Device, MeasuredSpeed, SeenLink
 from mesh.gossip.checking import ANSWER_TIME, Checking
 from mesh.gossip.dialing import Dialing
-from mesh.gossip.membership import (
+from mesh.gossip.events import (
     AdvertHeard,
     Became,
     Doubt,
@@ -21,13 +22,13 @@ from mesh.gossip.membership import (
     NoAnswer,
     Probe,
     ProofOfLife,
-    Table,
     Tick,
     Unreachable,
-    apply,
 )
+from mesh.gossip.membership import Table, apply
 from mesh.gossip.publishing import Publishing
 from mesh.gossip.service import SYNC_EVERY
+from mesh.gossip.talks import SYNCS_AT_ONCE
 from mesh.gossip.view import View, build_view
 from mesh.identity import PeerId
 from simulator.messages import Opened
@@ -67,6 +68,8 @@ class Node:
         self._sequence = itertools.count(1)
         self._publish_at = self._tick_at = self._dial_at = -1.0
         self._looks_at_links = False
+        self._syncs = 0
+        self._to_sync: deque[Node] = deque()
         others = sorted(world.nodes)
         world.add(self)
         self.advertise()
@@ -173,12 +176,15 @@ class Node:
                 self._probe(effect.peer)
             elif isinstance(effect, Became):
                 self._look_at(effect.peer)
-            elif isinstance(effect, Doubt) and self.checking.doubt(effect.peer, self.world.now):
+            elif isinstance(effect, Doubt) and self._tells_of(effect.peer):
                 self.world.spread_doubt(self, effect.peer)
         deadline = self.table.deadline
         if deadline != before.deadline and not self.world.now < self._tick_at <= deadline:
             self._tick_at = deadline
             self.world.at(deadline, self._tick)
+
+    def _tells_of(self, peer: PeerId) -> bool:
+        return self.checking.raise_doubt(peer, self.world.now)
 
     def _tick(self) -> None:
         if self.runs and self.table.deadline <= self.world.now:
@@ -301,6 +307,20 @@ class Node:
             self.sync_with(other)
 
     def sync_with(self, other: Node) -> None:
+        if other not in self._to_sync:
+            self._to_sync.append(other)
+            self._next_sync()
+
+    def _next_sync(self) -> None:
+        if self._syncs < SYNCS_AT_ONCE and self._to_sync:
+            self._syncs += 1
+            self._sync_now(self._to_sync.popleft())
+
+    def _sync_ended(self) -> None:
+        self._syncs -= 1
+        self._next_sync()
+
+    def _sync_now(self, other: Node) -> None:
         world = self.world
         digest = anti_entropy.digest(self.table)
         world.sent["anti-entropy"] += len(digest) + REQUEST
@@ -317,6 +337,7 @@ class Node:
             world.after(0.1, lambda: other.runs and other._take_records(back))
 
         world.after(0.05, answer)
+        world.after(0.15, self._sync_ended)
 
     def _take_records(self, records: Iterable[anti_entropy.Record]) -> None:
         for record in records:

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from mesh.gossip.membership import AdvertHeard, LinkDown
+from mesh.gossip.events import AdvertHeard, LinkDown
 from mesh.identity import PeerId
 from mesh.transport.backoff import Backoff
 from simulator.messages import Mint, Opened
@@ -40,6 +40,7 @@ class World:
         self.key = 0  # of the set of nodes that run, see ``Node.known``
         self._sides: dict[PeerId, int] = {}  # while partitioned
         self._cut = False
+        self._audiences: dict[int | None, tuple[Node, ...]] = {}  # who runs, by side
         self._queue: list[tuple[float, int, Callable[[], object]]] = []
         self._order = itertools.count()
 
@@ -72,11 +73,13 @@ class World:
     def add(self, node: Node) -> None:
         self.nodes[node.peer] = node
         self.key ^= hash(node.peer)
+        self._audiences.clear()
 
     def kill(self, node: Node) -> None:
         """The process ends. Peers with a link notice after some seconds."""
         del self.nodes[node.peer]
         self.key ^= hash(node.peer)
+        self._audiences.clear()
         for peer in node.links:
             if peer in self.nodes:
                 self.after(self.rng.uniform(*NOTICED), lambda p=peer: self._lost(p, node.peer))
@@ -96,6 +99,7 @@ class World:
         """A link comes up. Gossip crosses a partition that has ended from the first one on."""
         if self._sides.get(one.peer) != self._sides.get(other.peer):
             self._sides = {}
+            self._audiences.clear()
         one.linked(other)
         other.linked(one)
         caller, callee = sorted((one, other), key=lambda node: node.peer)
@@ -103,10 +107,12 @@ class World:
 
     def split(self, sides: dict[PeerId, int]) -> None:
         self._sides, self._cut = sides, True
+        self._audiences.clear()
         for node in list(self.nodes.values()):
             for peer in node.links:
                 if not self.connected(node.peer, peer):
-                    self.after(NOTICED[1], lambda n=node, p=peer: n.runs and n.take(LinkDown(p)))
+                    noticed = self.rng.uniform(*NOTICED)
+                    self.after(noticed, lambda n=node, p=peer: n.runs and n.take(LinkDown(p)))
                     if node.peer < peer:
                         backoff = Backoff(self.rng)
                         self._redial(node, self.nodes[peer], backoff, NOTICED[1] + backoff.failed())
@@ -135,24 +141,34 @@ class World:
 
     def _spread(self, author: Node, size: int, hear: Callable[[Node], object]) -> None:
         """Everyone gets it within some hops, but for those whom loss keeps it from."""
-        reached = self._reached(author, size + OVERHEAD)
+        audience = self._audience(self._sides.get(author.peer))
+        ways = min(DEGREE, len(audience) - 1)
+        self.sent["gossip"] += (size + OVERHEAD) * max(1, ways - 1) * len(audience)
+        # A message has several ways to a node; on each of its two last hops it may be lost.
+        missed = {author} | self._some(audience, (1.0 - (1.0 - self.loss) ** 2) ** max(1, ways))
 
         def arrive() -> None:
-            for node in reached:
-                if node.runs:
+            for node in audience:
+                if node not in missed and node.runs:
                     hear(node)
 
         self.at(math.ceil((self.now + DELAY) / ARRIVALS) * ARRIVALS, arrive)
 
-    def _reached(self, author: Node, size: int) -> Sequence[Node]:
-        side = self._sides.get(author.peer)
-        others = [
-            node
-            for node in self.nodes.values()
-            if node is not author and self._sides.get(node.peer) == side
-        ]
-        ways = min(DEGREE, len(others))
-        self.sent["gossip"] += size * max(1, ways - 1) * (len(others) + 1)
-        # A message has several ways to a node; on each of its two last hops it may be lost.
-        missed = (1.0 - (1.0 - self.loss) ** 2) ** max(1, ways)
-        return [node for node in others if self.rng.random() >= missed] if missed else others
+    def _audience(self, side: int | None) -> tuple[Node, ...]:
+        """Whoever runs on one side."""
+        if side not in self._audiences:
+            on_side = [n for n in self.nodes.values() if self._sides.get(n.peer) == side]
+            self._audiences[side] = tuple(on_side)
+        return self._audiences[side]
+
+    def _some(self, nodes: Sequence[Node], share: float) -> set[Node]:
+        """Each of ``nodes`` with a probability of ``share``: mostly none, and found at once."""
+        found: set[Node] = set()
+        if share > 0.0:
+            at = -1
+            while True:
+                at += 1 + int(math.log(1.0 - self.rng.random()) / math.log1p(-share))
+                if at >= len(nodes):
+                    break
+                found.add(nodes[at])
+        return found
