@@ -51,6 +51,7 @@ from mesh.identity import (
     TrustStore,
     load_identity,
 )
+from mesh.identity.lifetime import EndNotices
 from mesh.models.serving import ModelServer
 from mesh.models.shelf import Shelf
 from mesh.models.source import ModelSource
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_USUAL_DEVICES = ("CPU", "AUTO")  # there is always one
 RECHECK_EVERY = 30.0  # s between looks at the dates of live connections' certificates
 HAND_OVER_SECONDS = 5.0  # for others' generations when this node stops
 
@@ -266,15 +268,17 @@ class Node:
 
     async def _load(self, nursery: trio.Nursery) -> None:
         """Load what this node is to serve. Raises GenerationError."""
-        if not (self._models or self._stages):
+        config = self._config
+        if not (self._models or self._stages or config.device not in _USUAL_DEVICES):
             return
         from inference import devices  # brings the runtime: a node that only asks is without it
 
-        config = self._config
         device = await trio.to_thread.run_sync(devices.resolve, config.device)
         expect = partial(
             self._holdings.expect, device=device, slots=config.slots, queue=config.queue
         )
+        if not (self._models or self._stages):
+            return
         stages = await self._stage_server(nursery)
         for manifest in self._models:
             await stages.load_replica(expect(manifest), manifest)
@@ -300,8 +304,20 @@ class Node:
         return self._stage_serving
 
     async def _recheck(self) -> None:
-        """Certificates end while connections live."""
+        """Certificates end while connections live, and this node's own."""
+        ends = self._identity.certificate.not_after
+        own = EndNotices(ends.timestamp())
         while True:
+            left = own.due(time.time())
+            if left is not None:
+                verb, how = ("ends", logging.WARNING) if left > 0 else ("has ended", logging.ERROR)
+                _log.log(
+                    how,
+                    "this node's certificate %s on %s UTC; peers then refuse it: have the CA sign "
+                    "its request again and start the node with the new certificate",
+                    verb,
+                    f"{ends:%Y-%m-%d %H:%M}",
+                )
             await trio.sleep(RECHECK_EVERY)
             self._transport.recheck(time.time())
 
