@@ -80,7 +80,7 @@ class World:
         del self.nodes[node.peer]
         self.key ^= hash(node.peer)
         self._audiences.clear()
-        for peer in node.links:
+        for peer in sorted(node.links):
             if peer in self.nodes:
                 self.after(self.rng.uniform(*NOTICED), lambda p=peer: self._lost(p, node.peer))
 
@@ -109,7 +109,7 @@ class World:
         self._sides, self._cut = sides, True
         self._audiences.clear()
         for node in list(self.nodes.values()):
-            for peer in node.links:
+            for peer in sorted(node.links):
                 if not self.connected(node.peer, peer):
                     noticed = self.rng.uniform(*NOTICED)
                     self.after(noticed, lambda n=node, p=peer: n.runs and n.take(LinkDown(p)))
