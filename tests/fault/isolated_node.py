@@ -58,12 +58,13 @@ class Paths(Proxy):
         super().__init__(argparse.Namespace(**none, to="127.0.0.1:9", mtu=65_535, seed=1))
         self.other: dict[socket.socket, socket.socket] = {}
         self.speaks_to: dict[socket.socket, tuple[str, int]] = {}
+        self.targets: dict[socket.socket, tuple[str, int]] = {}
         for port, target in ports.items():
             inside = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
             inside.bind(("127.0.0.1", port))
             inside.setblocking(False)
             self.other |= {inside: outside[port], outside[port]: inside}
-            self.speaks_to[outside[port]] = "127.0.0.1", target
+            self.speaks_to[outside[port]] = self.targets[outside[port]] = "127.0.0.1", target
         for udp in self.other:
             self.selector.register(udp, selectors.EVENT_READ)
 
@@ -74,6 +75,10 @@ class Paths(Proxy):
             except OSError:
                 return
             if udp in self.other:
+                # As a NAT does: from outside only who was spoken to comes in. Others' attempts to
+                # dial would draw the answers to themselves.
+                if address != self.targets.get(udp, address):
+                    continue
                 self.speaks_to[udp] = address
                 other = self.other[udp]
                 if (to := self.speaks_to.get(other)) is not None:

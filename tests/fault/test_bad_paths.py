@@ -77,7 +77,7 @@ def hold_near(mesh: Any, ranks: list[int]) -> None:
 def whole(far: Any, tools: Any) -> Any:
     mesh, _ = far
     heard = mesh.ask(TOKENS, tools.SAMPLED)
-    assert heard.finish == "length"
+    assert heard.finish == "length", heard.error
     return heard
 
 
