@@ -117,9 +117,12 @@ def chain(request: pytest.FixtureRequest, whole: Splittable) -> Iterator[Chain]:
 
 @pytest.mark.slow
 def test_greedy_alone(chain: Chain, reference: Any) -> None:
+    """Five stages run all prompts alone, and two and three every second one, to save a minute."""
+    stages = len(chain.stages)
+    which = slice(None) if stages == 5 else slice(stages % 2, None, 2)
     greedy = reference.greedy_params
-    got = [chain.alone(prompt, reference.tokens, greedy) for prompt in reference.prompts]
-    assert got == reference.greedy
+    got = [chain.alone(prompt, reference.tokens, greedy) for prompt in reference.prompts[which]]
+    assert got == reference.greedy[which]
 
 
 @pytest.mark.slow
