@@ -7,8 +7,8 @@ may claim what only one of them is needed for. Then, in every view that knows bo
 is loaded wins over one that is not, and the one with the lower (sequence, PeerId) over the other.
 
 What works stays: chains that are claimed are kept, a gap is mended in place, and all is laid out
-anew only when that is better by :data:`MARGIN`, nobody is loading, and some chain goes on working
-meanwhile.
+anew only when that is better by :data:`MARGIN`, nobody is loading, and there is memory for the new
+layout beside the chains that work.
 """
 
 from __future__ import annotations
@@ -397,23 +397,22 @@ def _is_better(new: ModelPlan, keep: ModelPlan, margin: float) -> bool:
 def _can_change(
     keep: ModelPlan, new: ModelPlan, claims: Sequence[Claim], by_peer: Mapping[PeerId, Machine]
 ) -> bool:
-    """Whether requests can be answered all the time while ``keep`` becomes ``new``.
+    """Whether ``keep`` can become ``new`` without a stage of its chains being let go before.
 
-    They can when nothing works yet, when a working chain is in both, or when every machine has
-    memory for what it holds and for what it is to hold.
+    It can when nothing works yet, or when every machine has memory for its part of those chains and
+    for what it is to hold; spares and what is left over may give way. A stage that is let go makes
+    ``keep`` unsettled: it would be kept again, the stage be wanted again, and so on for ever.
     """
     want = keep.want
     working, _ = _chains([c for c in claims if c.ready], want.model.layers)
     if not working:
         return True
     target = {(s.peer, s.first, s.last) for s in new.stages}
-    if any(all((c.peer, c.first, c.last) in target for c in chain) for chain in working):
-        return True
     held: dict[PeerId, int] = {}
-    for claim in claims:
-        if (claim.peer, claim.first, claim.last) not in target:
-            size = want.stage_bytes(claim.first, claim.last)
-            held[claim.peer] = held.get(claim.peer, 0) + size
+    for chain in keep.chains:
+        for stage in chain.stages:
+            if (stage.peer, stage.first, stage.last) not in target:
+                held[stage.peer] = held.get(stage.peer, 0) + stage.bytes
     typed = {claim.peer for claim in claims if claim.sequence is None}
     return all(
         held.get(stage.peer, 0) + stage.bytes <= by_peer[stage.peer].memory
