@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -206,14 +207,9 @@ class LanePort:
         if self.try_send(kind, number, body, payload, end=end):
             return
         frames = encode(kind, number, body, payload, end=end)
+        long = len(body) + len(payload) > PIECE
         try:
-            if len(body) + len(payload) <= PIECE:
-                frame = next(frames)
-                async with self._turn:
-                    await self._outgoing.wait_room()
-                    self._outgoing.write_now(frame)
-                return
-            async with self._long_messages:
+            async with self._long_messages if long else nullcontext():
                 await self._send_pieces(frames, kind, number)
         except BROKEN as error:
             raise LinkClosed("the link broke while sending") from error
