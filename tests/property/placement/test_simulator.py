@@ -45,6 +45,15 @@ def test_a_mesh_in_which_not_every_pair_has_a_link_notices_losses_as_soon() -> N
     mesh.routes()
 
 
+@pytest.mark.slow
+def test_a_better_layout_for_which_there_is_no_memory_keeps_nobody_busy() -> None:
+    """In this mesh a node once let go of a stage and took it up again, for ever."""
+    mesh = cold_start(100, 10).mesh
+    mesh.routes()
+    mesh.rates(60.0)
+    assert mesh.churn(5, 100) < 60.0
+
+
 def test_a_claim_too_many_is_seen_and_let_go() -> None:
     mesh = cold_start(10, 1).mesh
     idle = next(node for node in mesh.nodes if not node.placer.held)
