@@ -1,7 +1,7 @@
 """What this node has measured of its path to one peer. Pure: time is an argument.
 
-Round trip time comes from small probes and, for nothing, from the link's own pings and requests
-that were made anyway. Jitter is the smoothed change between successive round trips, as RTP does it
+Round trip time comes from small probes and, for nothing, from the pings that a link makes by itself
+while anything goes over it. Jitter is the smoothed change between successive probes, as RTP does it
 (RFC 3550, 6.4.1). Loss counts packets where the transport knows them, and unanswered probes.
 Bandwidth comes from seldom bulk probes and from real transfers, whichever was last.
 
@@ -51,7 +51,7 @@ class LinkMeasure:
     download_at: float = -math.inf
 
     def answered(self, rtt: float, now: float) -> LinkMeasure:
-        """A probe, or any small request, was answered after ``rtt`` seconds."""
+        """A probe was answered after ``rtt`` seconds."""
         fresh = now - self.path_at > STALE_PATH or self.rtt is None or self.last_rtt is None
         if fresh or self.rtt is None or self.last_rtt is None:
             smoothed, jitter = rtt, 0.0
@@ -67,6 +67,13 @@ class LinkMeasure:
             probes=self.probes + 1,
             path_at=now,
         )
+
+    def pinged(self, rtt: float, now: float) -> LinkMeasure:
+        """A ping of the link itself took ``rtt`` seconds. That says how far the peer is while the
+        link works; how steady it is, and what is lost, is left to probes at their own pace."""
+        if self.rtt is None or now - self.path_at > STALE_PATH:
+            return self.answered(rtt, now)
+        return replace(self, rtt=self.rtt + (rtt - self.rtt) * SMOOTHING, path_at=now)
 
     def unanswered(self, now: float) -> LinkMeasure:
         """A probe got no answer in its time."""

@@ -26,23 +26,32 @@ def rows(
 ) -> tuple[SeenLink, ...]:
     """The links to tell of, given what was told before."""
     before = {row.key: row for row in told}
-    found = []
-    for peer, (summary, state) in seen.items():
-        key = key_of(peer)
-        old = before.get(key, SeenLink(key=key))
-        found.append(
-            SeenLink(
-                key=key,
-                rtt=_steady(summary.rtt, 1e4, old.rtt, LEAST_RTT),
-                jitter=_steady(summary.jitter, 1e4, old.jitter, LEAST_RTT),
-                loss=_steady(summary.loss, 1e3, old.loss, 5),
-                upload=_steady(summary.upload, 1e-3, old.upload, 100),
-                download=_steady(summary.download, 1e-3, old.download, 100),
-                state=STATES.index(state),
-            )
-        )
+    found = [
+        _row(peer, summary, state, before.get(key_of(peer)))
+        for peer, (summary, state) in seen.items()
+    ]
     found.sort(key=lambda row: (-row.state, _FAR if row.rtt is None else row.rtt, row.key))
     return tuple(found[:MAX_LINKS])
+
+
+def is_news(peer: PeerId, summary: LinkSummary, state: State, told: Sequence[SeenLink]) -> bool:
+    """Whether what was told of the link to ``peer`` is not so any more."""
+    key = key_of(peer)
+    old = next((row for row in told if row.key == key), None)
+    return old is not None and _row(peer, summary, state, old) != old
+
+
+def _row(peer: PeerId, summary: LinkSummary, state: State, told: SeenLink | None) -> SeenLink:
+    old = told or SeenLink(key=key_of(peer))
+    return SeenLink(
+        key=old.key,
+        rtt=_steady(summary.rtt, 1e4, old.rtt, LEAST_RTT),
+        jitter=_steady(summary.jitter, 1e4, old.jitter, LEAST_RTT),
+        loss=_steady(summary.loss, 1e3, old.loss, 5),
+        upload=_steady(summary.upload, 1e-3, old.upload, 100),
+        download=_steady(summary.download, 1e-3, old.download, 100),
+        state=STATES.index(state),
+    )
 
 
 def _steady(value: float | None, scale: float, told: int | None, least: int) -> int | None:

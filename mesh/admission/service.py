@@ -1,22 +1,25 @@
 """Tests of peers over their links, at a pace that the policy sets, and what others are told of it.
 
-Small probes are frequent, and what requests show of a link anyway is taken too. Bandwidth is tested
-seldom, one peer at a time, and never while this node or the peer works for anyone: the peer is
-asked first and says when that ends, and the test ends at once when work begins on either side.
+Small probes are frequent, and what a link shows by itself while it is used is taken too. Bandwidth
+is tested seldom, one peer at a time, and never while this node or the peer works for anyone: the
+peer is asked first and says when that ends, and the test ends at once when work begins on either
+side.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import trio
 
 from mesh.admission.measure import LinkMeasure, LinkSummary
 from mesh.admission.policy import Standing, Thresholds, judge, problems
-from mesh.admission.report import rows
+from mesh.admission.report import is_news, rows
 from mesh.gossip.advert import SeenLink
 from mesh.gossip.view import NodeView, View
 from mesh.identity import PeerId
@@ -48,6 +51,7 @@ BANDWIDTH_EVERY = 1800.0
 BANDWIDTH_MEGABYTES = 1
 BANDWIDTH_SECONDS = 2.0  # each way
 LEAST_GAP = 0.5  # s between tests of one peer
+TELL_GAP = 10.0  # s at least before others are told what was found without a test
 # A peer is asked with this before bandwidth is tested. It answers when it has nothing to do, and
 # the answer goes on until it has.
 IDLE_KIND = "admission.idle"
@@ -59,7 +63,6 @@ class _Peer:
     measure: LinkMeasure = field(default_factory=LinkMeasure)
     standing: Standing = field(default_factory=Standing)
     scope: trio.CancelScope | None = None
-    pongs: int = 0  # of the link, that have been counted
     wake: trio.Event = field(default_factory=trio.Event)  # test it now
 
 
@@ -87,6 +90,7 @@ class AdmissionService:
         self._bandwidth = trio.Lock()  # held while any test of bandwidth goes on here
         self._work = trio.Event()  # set, and replaced, when work begins
         self._announced: tuple[SeenLink, ...] = ()
+        self._told_at = -math.inf
 
     # -- what is known ----------------------------------------------------------------------------
 
@@ -114,20 +118,30 @@ class AdmissionService:
 
     def used(self, peers: Iterable[PeerId]) -> None:
         """A request has gone over the links to these peers: take what it showed of them."""
-        now = trio.current_time()
         for peer in peers:
             known, link = self._peers.get(peer), self._transport.link(peer)
-            if known is None or link is None:
-                continue
-            if link.rtt is not None and link.pongs != known.pongs:
-                known.measure = known.measure.answered(link.rtt, now)
-                known.pongs = link.pongs
-            counts = packets_of(link)
-            if counts is not None:
-                known.measure = known.measure.counted(*counts, now)
-            summary = known.measure.summary(now)
-            if known.standing.state == "admitted" and problems(summary, None, self._thresholds):
-                known.wake.set()  # test it before the next one suffers from it
+            if known is not None and link is not None:
+                self._look_at(link, known)
+
+    def _pinged(self, link: Link, known: _Peer, seconds: float) -> None:
+        """The link has pinged the peer by itself, as it does while anything goes over it."""
+        if seconds > PROBE_TIME:
+            return  # the peer was away for a while, which is gossip's to judge
+        known.measure = known.measure.pinged(seconds, trio.current_time())
+        self._look_at(link, known)
+
+    def _look_at(self, link: Link, known: _Peer) -> None:
+        now = trio.current_time()
+        counts = packets_of(link)
+        if counts is not None:
+            known.measure = known.measure.counted(*counts, now)
+        summary, state = known.measure.summary(now), known.standing.state
+        if state == "admitted" and problems(summary, None, self._thresholds):
+            known.wake.set()  # test it before the next one suffers from it
+            return
+        due = now - self._told_at >= TELL_GAP
+        if due and is_news(link.peer, summary, state, self._announced):
+            self._tell()
 
     # -- testing ----------------------------------------------------------------------------------
 
@@ -152,6 +166,7 @@ class AdmissionService:
         if known.scope is not None:
             known.scope.cancel()
         known.scope = trio.CancelScope()
+        link.on_round_trip = partial(self._pinged, link, known)
         nursery.start_soon(self._test_again_and_again, link, known, known.scope)
 
     async def _test_again_and_again(
@@ -262,7 +277,7 @@ class AdmissionService:
                 await work.wait()
 
     def _tell(self) -> None:
-        now = trio.current_time()
+        now = self._told_at = trio.current_time()
         seen = {
             peer: (known.measure.summary(now), known.standing.state)
             for peer, known in self._peers.items()

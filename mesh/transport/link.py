@@ -73,6 +73,7 @@ class Link:
         self.certificate = certificate
         self.offered_here = carrier.offered_here
         self.close_reason: str | None = None
+        self.on_round_trip: Callable[[float], None] | None = None  # seconds of a ping's round trip
         self._carrier = carrier
         self._old_carrier: Carrier | None = None
         self._switches_awaited = 0
@@ -105,14 +106,9 @@ class Link:
 
     @property
     def rtt(self) -> float | None:
-        """Round trip time in seconds, smoothed over pings on the control lane; None at first."""
+        """Round trip time in seconds, smoothed over pings on the control lane; None at first.
+        There is a ping a second while calls are under way or one-way messages come and go."""
         return self._liveness.rtt
-
-    @property
-    def pongs(self) -> int:
-        """How many pings :attr:`rtt` comes from; there is one a second while calls are under
-        way."""
-        return self._liveness.pongs
 
     @property
     def silent_for(self) -> float:
@@ -223,6 +219,7 @@ class Link:
         except BaseException:
             credit.refund(size)
             raise
+        self._carried()
 
     def try_send(
         self,
@@ -247,7 +244,9 @@ class Link:
             raise
         if not sent:
             credit.refund(size)
-        return sent
+            return False
+        self._carried()
+        return True
 
     def subscribe(self, kind: str) -> AbstractAsyncContextManager[Notes]:
         """The one-way messages of ``kind``, those that came before included. One reader a kind.
@@ -373,13 +372,16 @@ class Link:
                 if (served := self._serving.get(number)) is not None:
                     served.scope.cancel()
             case FrameKind.NOTE:
+                self._carried()
                 self._notes.put(frame)
             case FrameKind.NOTE_CREDIT:
                 self._notes.grant(decode_body(frame.body))
             case FrameKind.PING:
                 port.send_now(FrameKind.PONG, number)
             case FrameKind.PONG:
-                self._liveness.answered(number, self._clock())
+                seconds = self._liveness.answered(number, self._clock())
+                if seconds is not None and self.on_round_trip is not None:
+                    self.on_round_trip(seconds)
             case FrameKind.SWITCH:
                 self._switched(confirmed=frame.end)
             case FrameKind.CERTIFICATE:
@@ -402,6 +404,10 @@ class Link:
         self._nursery.start_soon(served.run, self._services, frame.detached(), head)
 
     # -- liveness -----------------------------------------------------------------------------
+
+    def _carried(self) -> None:
+        if self._liveness.carried(self._clock()):
+            self._busy_changed.set()
 
     async def _watch(self) -> None:
         """Ping the peer, often while something is under way; give up when it stays silent."""

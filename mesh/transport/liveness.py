@@ -12,7 +12,7 @@ class LivenessPolicy:
     """Intervals in seconds."""
 
     idle_ping: float = 25.0  # keeps NAT mappings, which the meanest routers drop after 30 s
-    busy_ping: float = 1.0  # while an answer is awaited
+    busy_ping: float = 1.0  # while an answer is awaited, or one-way messages come and go
     busy_silence: float = 10.0  # a peer silent for so long while busy is gone
 
 
@@ -21,15 +21,26 @@ class Liveness:
 
     def __init__(self, policy: LivenessPolicy) -> None:
         self.rtt: float | None = None
-        self.pongs = 0
         self._policy = policy
         self._tokens = itertools.count(1)
         self._outstanding: dict[int, float] = {}
         self._last_ping = -math.inf
         self._busy_since: float | None = None
+        self._carried_at = -math.inf
 
-    def _interval(self, busy: bool) -> float:
-        return self._policy.busy_ping if busy else self._policy.idle_ping
+    def carried(self, now: float) -> bool:
+        """A one-way message was sent or came: nobody awaits an answer, but how far the peer is
+        matters now. True when that was not so before, so that a ping may be due."""
+        begins = not self._carries(now)
+        self._carried_at = now
+        return begins
+
+    def _carries(self, now: float) -> bool:
+        return now - self._carried_at <= self._policy.busy_ping
+
+    def _interval(self, now: float, busy: bool) -> float:
+        often = busy or self._carries(now)
+        return self._policy.busy_ping if often else self._policy.idle_ping
 
     def ping_due(self, now: float, *, busy: bool) -> int | None:
         """The token to send in a ping now, or None."""
@@ -37,7 +48,7 @@ class Liveness:
             self._busy_since = None
         elif self._busy_since is None:
             self._busy_since = now
-        if now < self._last_ping + self._interval(busy):
+        if now < self._last_ping + self._interval(now, busy):
             return None
         self._last_ping = now
         token = next(self._tokens)
@@ -46,14 +57,14 @@ class Liveness:
         self._outstanding[token] = now
         return token
 
-    def answered(self, token: int, now: float) -> None:
-        """A pong came."""
+    def answered(self, token: int, now: float) -> float | None:
+        """A pong came. The seconds that it took; None for one that nobody waits for."""
         sent = self._outstanding.pop(token, None)
         if sent is None:
-            return
+            return None
         sample = now - sent
-        self.pongs += 1
         self.rtt = sample if self.rtt is None else self.rtt + (sample - self.rtt) / 8
+        return sample
 
     def is_dead(self, now: float, *, last_heard: float, busy: bool) -> bool:
         """Only a busy link is given up here: an idle one is the connection's to judge."""
@@ -63,7 +74,7 @@ class Liveness:
 
     def next_look(self, now: float, *, last_heard: float, busy: bool) -> float:
         """Seconds until :meth:`ping_due` or :meth:`is_dead` can have something to say."""
-        wait = self._last_ping + self._interval(busy) - now
+        wait = self._last_ping + self._interval(now, busy) - now
         if busy and self._busy_since is not None:
             dead_at = max(last_heard, self._busy_since) + self._policy.busy_silence
             wait = min(wait, dead_at - now)

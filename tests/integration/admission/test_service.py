@@ -16,7 +16,8 @@ from mesh.admission.service import AdmissionService
 from mesh.gossip.anti_entropy import key_of
 from mesh.gossip.view import View
 from mesh.identity import TrustStore
-from mesh.transport import Link, Transport, TransportConfig
+from mesh.transport import Lane, Link, LivenessPolicy, Transport, TransportConfig
+from mesh.transport.frames import Frame, FrameKind
 
 LOOPBACK = ("/ip4/127.0.0.1/udp/0/quic-v1",)
 
@@ -60,15 +61,18 @@ class Node:
         self.service.work_began()
 
 
-def run(make_authority, tmp_path, main, thresholds=None):
-    """``main(a, b, link)``; the link is a's to b, and only a has ``thresholds``."""
+def run(make_authority, tmp_path, main, thresholds=None, *, often=False):
+    """``main(a, b, connect)``; the link is a's to b, and only a has ``thresholds``. ``often``:
+    links that are used ping ten times as often."""
+    liveness = LivenessPolicy(busy_ping=0.1) if often else LivenessPolicy()
     authority = make_authority("testnet", time.time() - 86_400)
 
     @asynccontextmanager
     async def opened(name, limits):
         trust = TrustStore(authority.network, [authority.root], tmp_path / name)
         own = authority.identity(name)
-        async with Transport.open(TransportConfig(listen=LOOPBACK), own, trust) as transport:
+        config = TransportConfig(listen=LOOPBACK, liveness=liveness)
+        async with Transport.open(config, own, trust) as transport:
             yield Node(transport, limits)
 
     async def outer():
@@ -180,20 +184,53 @@ def test_a_test_of_bandwidth_ends_when_work_begins(make_authority, tmp_path, mon
     run(make_authority, tmp_path, main)
 
 
-def test_what_requests_show_of_a_link_is_taken(make_authority, tmp_path, monkeypatch):
+def test_what_passes_between_stages_keeps_the_round_trip_fresh(
+    make_authority, tmp_path, monkeypatch
+):
+    """Stages tell each other things one way: nobody asks, so no request shows how long it takes."""
+    monkeypatch.setattr(service_module, "TELL_GAP", 0.1)
+
+    async def main(a, b, connect):
+        link = await connect()
+        ends = [(a, link), (b, b.transport.links[a.transport.peer_id])]
+        for node, end in ends:
+            await node.until(lambda node=node, end=end: node.service.summary(end.peer).upload)
+        await trio.sleep(0.2)  # the tests are over, the next ones a minute away
+        measured = [node.service._peers[end.peer] for node, end in ends]
+        before = [known.measure.path_at for known in measured]
+        await trio.sleep(0.5)
+        assert [known.measure.path_at for known in measured] == before
+        with ends[1][1].handle("activations", lambda message: None):
+            for _ in range(8):
+                await link.send("activations", payload=b"row")
+                await trio.sleep(0.05)
+        assert all(
+            known.measure.path_at > then + 0.5 for known, then in zip(measured, before, strict=True)
+        )
+        # The way has become longer: others hear of it without a test, beyond noise and not before.
+        told = a.told[-1][0].rtt
+        known = measured[0]
+        for _ in range(40):
+            known.measure = known.measure.pinged(told * 1e-4 + 0.1, trio.current_time())
+        await link.send("activations", payload=b"row")
+        await a.until(lambda: a.told[-1][0].rtt > told + 500)
+
+    run(make_authority, tmp_path, main, often=True)
+
+
+def test_a_link_that_is_found_wanting_while_it_is_used_is_tested_at_once(make_authority, tmp_path):
     async def main(a, b, connect):
         link = await connect()
         await a.until(lambda: a.service.summary(link.peer).rtt is not None)
         before = a.service.summary(link.peer).rtt
-        a.service.used([link.peer])
         # A ping of the link that took long, as while a request was under way.
-        link._liveness._outstanding[99] = trio.current_time() - 30.0
-        link._liveness.answered(99, trio.current_time())
-        a.service.used([link.peer, "12D3KooWNobody"])
+        link._liveness._outstanding[99] = time.monotonic() - 1.5
+        link._dispatch(link._ports[Lane.CONTROL], Frame(FrameKind.PONG, 99, b"", b""))
         after = a.service.summary(link.peer).rtt
         assert after > before and after > 0.1
-        a.service.used([link.peer])  # the same pong does not count twice
-        assert a.service.summary(link.peer).rtt == after
+        link._dispatch(link._ports[Lane.CONTROL], Frame(FrameKind.PONG, 99, b"", b""))
+        a.service.used([link.peer, "12D3KooWNobody"])
+        assert a.service.summary(link.peer).rtt == after  # the same pong does not count twice
         # That is beyond the threshold: it is tested now, and not in a minute.
         await a.until(lambda: a.service.summary(link.peer).rtt < after)
 

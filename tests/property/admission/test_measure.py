@@ -36,6 +36,21 @@ def test_jitter_follows_the_changes_of_round_trips_and_not_their_size():
     assert unsteady.summary(200.0).jitter == pytest.approx(0.04, rel=0.05)
 
 
+def test_pings_of_a_link_move_the_round_trip_and_leave_the_rest_to_probes():
+    first = LinkMeasure().pinged(0.02, 1.0)
+    assert first.summary(1.0).rtt == 0.02
+    probed = first.answered(0.04, 2.0).unanswered(3.0)
+    measure = probed
+    for second in range(4, 80):
+        measure = measure.pinged(0.1, float(second))
+    after = measure.summary(80.0)
+    assert after.rtt == pytest.approx(0.1, rel=0.01)
+    assert (after.jitter, after.loss) == (probed.jitter, probed.loss)
+    assert measure.summary(79.0 + STALE_PATH).rtt is not None  # and it is as fresh as a probe
+    late = measure.pinged(0.5, 80.0 + STALE_PATH)
+    assert late.summary(81.0 + STALE_PATH).rtt == 0.5  # what was known has nothing to do with it
+
+
 def test_loss_comes_from_the_transports_packets_and_from_silence():
     measure = LinkMeasure()
     for step in range(1, 40):

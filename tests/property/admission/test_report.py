@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mesh.admission.measure import LinkSummary
-from mesh.admission.report import rows
+from mesh.admission.report import is_news, rows
 from mesh.gossip.advert import MAX_LINKS
 from mesh.gossip.anti_entropy import key_of
 
@@ -33,3 +33,11 @@ def test_noise_changes_nothing_and_a_real_change_does():
 def test_what_is_not_known_is_not_told():
     row = rows({"P": (LinkSummary(), "admitted")}, ())[0]
     assert (row.rtt, row.loss, row.upload) == (None, None, None)
+
+
+def test_news_is_what_would_change_the_row():
+    told = rows({"P": (summary(0.020), "admitted")}, ())
+    assert not is_news("P", summary(0.024), "admitted", told)
+    assert is_news("P", summary(0.030), "admitted", told)
+    assert is_news("P", summary(0.020), "quarantined", told)
+    assert not is_news("Q", summary(0.030), "admitted", told)  # nothing was told of it yet

@@ -174,15 +174,31 @@ def test_pings_are_rare_when_idle_and_frequent_when_busy() -> None:
     assert liveness.next_look(21.0, last_heard=21.0, busy=False) == pytest.approx(25.0)
 
 
+def test_pings_are_frequent_while_one_way_messages_come_and_go() -> None:
+    liveness = Liveness(POLICY)
+    assert liveness.ping_due(0.0, busy=False) is not None
+    assert liveness.carried(5.0)  # whoever waits has to look again
+    assert not liveness.carried(5.2)
+    assert liveness.ping_due(5.2, busy=False) is not None
+    assert liveness.next_look(5.2, last_heard=5.2, busy=False) == pytest.approx(1.0)
+    liveness.carried(6.1)
+    assert liveness.ping_due(6.2, busy=False) is not None
+    # Nothing more: they are rare again. Silence has meant nothing, for no answer is awaited.
+    assert liveness.ping_due(7.2, busy=False) is None
+    assert liveness.next_look(7.2, last_heard=7.2, busy=False) == pytest.approx(24.0)
+    assert not liveness.is_dead(7.2, last_heard=-100.0, busy=False)
+    assert liveness.carried(20.0)
+
+
 def test_round_trip_is_smoothed_and_stray_pongs_are_ignored() -> None:
     liveness = Liveness(POLICY)
     token = liveness.ping_due(0.0, busy=False)
     assert token is not None
-    liveness.answered(999, 5.0)
+    assert liveness.answered(999, 5.0) is None
     assert liveness.rtt is None
-    liveness.answered(token, 0.1)
+    assert liveness.answered(token, 0.1) == pytest.approx(0.1)
     assert liveness.rtt == pytest.approx(0.1)
-    liveness.answered(token, 9.0)
+    assert liveness.answered(token, 9.0) is None
     assert liveness.rtt == pytest.approx(0.1)
 
 
