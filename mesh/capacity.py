@@ -17,7 +17,7 @@ import trio
 from inference.errors import GenerationError
 from mesh.config import NodeConfig, parse_size
 from mesh.gossip.advert import Device, Holding, MeasuredSpeed
-from mesh.routing.placement.facts import ModelShape
+from mesh.routing.placement.facts import ModelShape, runs_fixed_shapes
 from mesh.speeds import Speeds
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Capacity:
     @property
     def static(self) -> bool:
         """Whether the device runs stages of fixed shapes only."""
-        return self.device.split(".")[0] == "NPU"
+        return runs_fixed_shapes(self.device)
 
     def _offered(self, free: int) -> int:
         """Bytes that placement may fill here."""

@@ -103,10 +103,14 @@ class Placing:
     @property
     def _used(self) -> int:
         return sum(
-            self._placed[h.id].stage_bytes(h.first, h.last)
+            self._bytes(h.id, h.first, h.last)
             for h in self._holdings.announced
             if h.id in self._placed
         )
+
+    def _bytes(self, number: int, first: int, last: int) -> int:
+        want = self._placed[number]
+        return want.stage_bytes(first, last, fixed=self._capacity.static)
 
     # -- planning ---------------------------------------------------------------------------------
 
@@ -165,7 +169,7 @@ class Placing:
                 digest=h.digest,
                 first=h.first,
                 last=h.last,
-                bytes=self._placed[h.id].stage_bytes(h.first, h.last),
+                bytes=self._bytes(h.id, h.first, h.last),
                 ready=h.ready,
                 draining=h.id in self._leaving,
             )

@@ -97,8 +97,7 @@ class Placer:
         steps = next_steps(node.peer, node.memory, found.plan, found.claims, held)
         for step in steps:
             match step:
-                case Load(want, first, last):
-                    size = want.stage_bytes(first, last)
+                case Load(_, first, last, size):
                     fresh = Held(next(self._next_id), DIGEST, first, last, size, False)
                     self.held.append((fresh, next_sequence(found.claims, DIGEST)))
                     node.world.after(LOADING, lambda number=fresh.id: self._loaded(number))

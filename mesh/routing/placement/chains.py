@@ -22,14 +22,14 @@ from mesh.routing.placement.ranges import Seat, split
 _CHUNKS = math.ceil(PROMPT / CHUNK)
 
 
-def capacity(want: Want, memory: int, *, first: bool, last: bool) -> int:
-    """How many layers fit in ``memory`` on a stage that is the first or the last one, or both."""
-    model = want.model
-    left = memory - WORKSPACE
-    left -= model.embedding_bytes if first else 0
-    left -= model.head_bytes if last else 0
-    left += model.shared_bytes if first and last else 0
-    layer = model.layer_bytes + model.kv_bytes * want.context * want.sessions
+def capacity(want: Want, machine: Machine, *, first: bool, last: bool) -> int:
+    """How many layers fit on ``machine`` as a stage that is the first or the last one, or both."""
+    model, copies = want.model, want.copies(machine.fixed)
+    ends = model.embedding_bytes if first else 0
+    ends += model.head_bytes if last else 0
+    ends -= model.shared_bytes if first and last else 0
+    left = machine.memory - WORKSPACE - copies * ends
+    layer = copies * model.layer_bytes + want.layer_kv(machine.fixed)
     return max(0, min(model.layers, left // layer))
 
 
@@ -55,7 +55,7 @@ class ChainFinder:
         if found is None:
             speed = machine.speed(self.want.model)
             pace = PROMPT / _CHUNKS * speed.prefill
-            fits = capacity(self.want, machine.memory, first=first, last=last)
+            fits = capacity(self.want, machine, first=first, last=last)
             if machine.alone and not (first and last):
                 fits = 0
             found = self._seats[key] = Seat(pace + OUTPUT * speed.decode, pace, fits)
@@ -143,7 +143,7 @@ class ChainFinder:
     def plan(self, stages: Sequence[tuple[Machine, int, int]]) -> ChainPlan:
         return ChainPlan(
             tuple(
-                StagePlan(machine.peer, first, last, self.want.stage_bytes(first, last))
+                StagePlan(machine.peer, first, last, machine.bytes_of(self.want, first, last))
                 for machine, first, last in stages
             ),
             predict(self.want, stages, self.network),

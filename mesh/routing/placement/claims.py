@@ -146,8 +146,9 @@ def _standing(
             continue
         if by_peer[claim.peer].alone and (claim.first, claim.last) != (0, want.model.layers):
             continue
-        size = want.stage_bytes(claim.first, claim.last) if claim.sequence is not None else 0
-        if taken.get(claim.peer, 0) + size > by_peer[claim.peer].memory:
+        holder = by_peer[claim.peer]
+        size = 0 if claim.sequence is None else holder.bytes_of(want, claim.first, claim.last)
+        if taken.get(claim.peer, 0) + size > holder.memory:
             continue
         taken[claim.peer] = taken.get(claim.peer, 0) + size
         seen.add((claim.peer, claim.digest))
@@ -213,7 +214,7 @@ def _kept(
         for chain in kept:
             for claim in chain:
                 if claim.sequence is not None:
-                    room.take(_as_stage(want, claim))
+                    room.take(_as_stage(want, claim, room))
         plans[want.model.digest] = plan
         surplus = [c for chain in chains if chain not in kept for c in chain]
         fragments[want.model.digest] = [*left, *surplus]
@@ -248,8 +249,9 @@ def _within_limits(want: Want, chains: Sequence[tuple[Claim, ...]]) -> list[tupl
     return kept
 
 
-def _as_stage(want: Want, claim: Claim) -> StagePlan:
-    return StagePlan(claim.peer, claim.first, claim.last, want.stage_bytes(claim.first, claim.last))
+def _as_stage(want: Want, claim: Claim, room: Room) -> StagePlan:
+    size = room[claim.peer].bytes_of(want, claim.first, claim.last)
+    return StagePlan(claim.peer, claim.first, claim.last, size)
 
 
 def _as_chain(
@@ -272,7 +274,7 @@ def _mended(
     fragments = [
         c
         for c in fragments
-        if c.sequence is None or _as_stage(want, c).bytes <= room[c.peer].memory
+        if c.sequence is None or _as_stage(want, c, room).bytes <= room[c.peer].memory
     ]
     if not fragments:
         return plan
@@ -284,8 +286,7 @@ def _mended(
     free = [m for m in room.machines(without=frozenset(used) | avoid) if not m.alone]
     filled: list[StagePlan] = []
     for first, last in gaps:
-        size = want.stage_bytes(first, last)
-        able = [m for m in free if m.memory >= size]
+        able = [m for m in free if m.memory >= m.bytes_of(want, first, last)]
         if not able:
             return plan
         model = want.model
@@ -293,8 +294,10 @@ def _mended(
         holders = {claim.peer for claim in fragments}
         chosen = min(able, key=lambda m: (m.peer in holders, m.speed(model).decode, m.peer))
         free.remove(chosen)
-        filled.append(StagePlan(chosen.peer, first, last, size))
-    stages = sorted([*(_as_stage(want, claim) for claim in held), *filled], key=lambda s: s.first)
+        filled.append(StagePlan(chosen.peer, first, last, chosen.bytes_of(want, first, last)))
+    stages = sorted(
+        [*(_as_stage(want, claim, room) for claim in held), *filled], key=lambda s: s.first
+    )
     finder = ChainFinder(want, [room[stage.peer] for stage in stages], network)
     chain = finder.plan([(room[s.peer], s.first, s.last) for s in stages])
     apart = frozenset(stage.peer for stage in plan.stages) | avoid
@@ -365,7 +368,7 @@ def _kept_spares(plan: ModelPlan, fragments: Sequence[Claim], room: Room) -> Mod
             or full
         ):
             continue
-        stage = _as_stage(want, claim)
+        stage = _as_stage(want, claim, room)
         if stage.bytes > room[claim.peer].memory:
             continue
         room.take(stage)

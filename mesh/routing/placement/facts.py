@@ -20,6 +20,13 @@ DEFAULT_DELAY = 0.025  # s one way
 DEFAULT_BANDWIDTH = 2.5e6  # bytes/s
 # What a loaded stage takes besides weights and KV: the runtime's buffers, activations of a batch.
 WORKSPACE = 16 << 20
+# A device of fixed shapes has a stage compiled twice: for chunks of a prompt, and for single rows.
+FIXED_MODELS = 2
+
+
+def runs_fixed_shapes(device: str) -> bool:
+    """Whether a device, by the name that OpenVINO has for it, runs fixed shapes only."""
+    return device.split(".")[0] == "NPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +80,21 @@ class Want:
     context: int = 4096
     sessions: int = 4
 
-    def stage_bytes(self, first: int, last: int) -> int:
-        """Memory that layers ``[first, last)`` take when loaded."""
-        kv = (last - first) * self.model.kv_bytes * self.context * self.sessions
-        return self.model.weights(first, last) + kv + WORKSPACE
+    def stage_bytes(self, first: int, last: int, *, fixed: bool = False) -> int:
+        """Memory that layers ``[first, last)`` take when loaded; ``fixed``: on a device that runs
+        fixed shapes only."""
+        layers, weights = last - first, self.model.weights(first, last)
+        return self.copies(fixed) * weights + layers * self.layer_kv(fixed) + WORKSPACE
+
+    def copies(self, fixed: bool) -> int:
+        """How many times the weights are in memory: every compiled model has its own."""
+        return FIXED_MODELS if fixed else 1
+
+    def layer_kv(self, fixed: bool) -> int:
+        """Bytes of KV in one layer. Models of fixed shapes give back the KV that they take, each in
+        memory of its own, besides that of the sessions."""
+        sessions = self.sessions + (FIXED_MODELS if fixed else 0)
+        return self.model.kv_bytes * self.context * sessions
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +114,7 @@ class Machine:
     other models. ``busy`` is the share of its time that other models on it take. ``stored``:
     digests of models on its disk.
     ``alone``: it may hold whole models, and has no place in chains of several.
+    ``fixed``: its device runs fixed shapes only, which takes more memory.
     """
 
     peer: PeerId
@@ -106,6 +125,11 @@ class Machine:
     busy: float = 0.0
     stored: frozenset[str] = frozenset()
     alone: bool = False
+    fixed: bool = False
+
+    def bytes_of(self, want: Want, first: int, last: int) -> int:
+        """Memory that layers ``[first, last)`` take when loaded here."""
+        return want.stage_bytes(first, last, fixed=self.fixed)
 
     def speed(self, model: ModelShape) -> Speed:
         left = max(0.05, 1.0 - self.busy)

@@ -24,6 +24,7 @@ from mesh.routing.placement.facts import (
     Network,
     Speed,
     Want,
+    runs_fixed_shapes,
 )
 
 TENTH_MS = 1e-4  # s
@@ -125,6 +126,7 @@ def machines_in(view: View) -> tuple[Machine, ...]:
                 prefill_rate=float(device.prefill_rate or DEFAULT_PREFILL_RATE),
                 stored=frozenset(stored.digest for stored in node.advert.stored),
                 alone=state == 1,
+                fixed=runs_fixed_shapes(device.name),
             )
         )
     return tuple(found)

@@ -212,12 +212,13 @@ def with_spares(plan: ModelPlan, room: Room, avoid: frozenset[PeerId] = NONE) ->
         fitting = [
             (copies[first, last], -(last - first), first, last)
             for first, last in ranges
-            if copies[first, last] < AUTO_CHAINS and want.stage_bytes(first, last) <= machine.memory
+            if copies[first, last] < AUTO_CHAINS
+            and machine.bytes_of(want, first, last) <= machine.memory
         ]
         if not fitting:
             continue
         _, _, first, last = min(fitting)
-        spare = StagePlan(machine.peer, first, last, want.stage_bytes(first, last))
+        spare = StagePlan(machine.peer, first, last, machine.bytes_of(want, first, last))
         room.take(spare)
         spares.append(spare)
         copies[first, last] += 1

@@ -31,11 +31,12 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Claim and load layers ``[first, last)``."""
+    """Claim and load layers ``[first, last)``, which take ``bytes``."""
 
     want: Want
     first: int
     last: int
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def next_steps(
     me: PeerId, memory: int, plan: Plan, claims: Sequence[Claim], held: Sequence[Held]
 ) -> tuple[Step, ...]:
     """``claims`` are those of the whole mesh, this node's own included."""
-    target = {(want.model.digest, s.first, s.last): want for want, s in plan.of(me)}
+    target = {(w.model.digest, s.first, s.last): (w, s.bytes) for w, s in plan.of(me)}
     steps: list[Step] = []
     stale: list[Held] = []
     for one in held:
@@ -69,11 +70,10 @@ def next_steps(
             steps.append(Keep(one.id))
     free = memory - sum(one.bytes for one in held)
     short = False
-    for (_, first, last), want in sorted(target.items(), key=lambda item: item[0]):
-        size = want.stage_bytes(first, last)
+    for (_, first, last), (want, size) in sorted(target.items(), key=lambda item: item[0]):
         if size <= free:
             free -= size
-            steps.append(Load(want, first, last))
+            steps.append(Load(want, first, last, size))
         else:
             short = True
     for one in stale:

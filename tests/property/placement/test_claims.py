@@ -62,7 +62,12 @@ def claim(peer, first, last, sequence=1, ready=True, digest=MODEL.digest):
 @st.composite
 def situations(draw):
     machines = [
-        machine(f"P{i}", draw(st.integers(0, 7)), draw(st.sampled_from([0.0005, 0.001, 0.004])))
+        replace(
+            machine(
+                f"P{i}", draw(st.integers(0, 7)), draw(st.sampled_from([0.0005, 0.001, 0.004]))
+            ),
+            fixed=draw(st.sampled_from([False, False, False, True])),
+        )
         for i in range(draw(st.integers(1, 6)))
     ]
     wants = [replace(WANT, replicas=draw(st.sampled_from([None, 1, 2])))]
@@ -201,10 +206,11 @@ def test_an_old_stage_goes_on_until_the_new_layout_is_loaded():
     old = [claim("A", 0, 6)]
     plan = arrange([want], machines, network(machines), old)
     assert held(plan) == {("B", MODEL.digest, 0, 6)}
-    mine = Held(7, MODEL.digest, 0, 6, WANT.stage_bytes(0, 6), True)
+    needed = WANT.stage_bytes(0, 6)
+    mine = Held(7, MODEL.digest, 0, 6, needed, True)
     size = machines[0].memory
     assert next_steps("A", size, plan, old, [mine]) == ()
-    assert next_steps("B", machines[1].memory, plan, old, []) == (Load(want, 0, 6),)
+    assert next_steps("B", machines[1].memory, plan, old, []) == (Load(want, 0, 6, needed),)
     loading = [*old, claim("B", 0, 6, 2, ready=False)]
     assert next_steps("A", size, plan, loading, [mine]) == ()
     loaded = [*old, claim("B", 0, 6, 2)]
@@ -258,9 +264,8 @@ class Mesh:
         for step in steps:
             if isinstance(step, Load):
                 sequence = next_sequence(self.claims, step.want.model.digest)
-                size = step.want.stage_bytes(step.first, step.last)
                 fresh = Held(
-                    next(self.ids), step.want.model.digest, step.first, step.last, size, False
+                    next(self.ids), step.want.model.digest, step.first, step.last, step.bytes, False
                 )
                 mine.append((fresh, sequence))
             else:

@@ -99,6 +99,11 @@ def test_machines_are_those_that_offer_memory_and_may_serve():
     assert machines_in(view)[0].memory == GB
 
 
+def test_a_device_of_fixed_shapes_is_known_by_its_name():
+    view = view_of(A={}, B={"devices": (Device(name="NPU", offered=GB),)})
+    assert [(m.peer, m.fixed) for m in machines_in(view)] == [("A", False), ("B", True)]
+
+
 def test_a_machine_that_has_not_measured_a_model_is_taken_for_a_usual_one():
     speeds = [MeasuredSpeed(digest=DIGEST, device="CPU", prefill=0.1, decode=d) for d in (1, 2, 3)]
     others = MeasuredSpeed(digest=DIGEST, device="GPU", prefill=0.1, decode=0.001)

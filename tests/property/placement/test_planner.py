@@ -68,13 +68,16 @@ def meshes(draw, least=1, most=4, layers=6):
     model = shape(layers, head_bytes=head, shared_bytes=shared)
     want = Want(model, replicas=1, context=1024, sessions=draw(st.integers(1, 3)))
     machines = [
-        machine(
-            f"P{number}",
-            draw(st.integers(0, layers + 2)),
-            decode=draw(st.sampled_from([0.0005, 0.001, 0.002, 0.01])),
-            prefill=draw(st.sampled_from([0.00002, 0.0001, 0.0004])),
-            want=want,
-            busy=draw(st.sampled_from([0.0, 0.0, 0.5])),
+        replace(
+            machine(
+                f"P{number}",
+                draw(st.integers(0, layers + 2)),
+                decode=draw(st.sampled_from([0.0005, 0.001, 0.002, 0.01])),
+                prefill=draw(st.sampled_from([0.00002, 0.0001, 0.0004])),
+                want=want,
+                busy=draw(st.sampled_from([0.0, 0.0, 0.5])),
+            ),
+            fixed=draw(st.sampled_from([False, False, False, True])),
         )
         for number in range(draw(st.integers(least, most)))
     ]
@@ -91,9 +94,7 @@ def all_chains(want, machines, net, size):
     """The cost of every possible chain of ``size`` machines, with the machines."""
     layers = want.model.layers
     for group in itertools.permutations(machines, size):
-        rooms = [
-            capacity(want, m.memory, first=i == 0, last=i == size - 1) for i, m in enumerate(group)
-        ]
+        rooms = [capacity(want, m, first=i == 0, last=i == size - 1) for i, m in enumerate(group)]
         for cuts in itertools.combinations(range(1, layers), size - 1):
             bounds = [0, *cuts, layers]
             if any(b - a > room for a, b, room in zip(bounds, bounds[1:], rooms, strict=False)):
@@ -136,6 +137,7 @@ def test_the_split_of_layers_is_the_best_one(spec, layers, weight):
 def check(plan, machines):
     """What holds of any plan."""
     taken = dict.fromkeys((m.peer for m in machines), 0)
+    by_peer = {m.peer: m for m in machines}
     for model in plan.models:
         want = model.want
         for chain in model.chains:
@@ -148,7 +150,7 @@ def check(plan, machines):
         assert len(set(holders)) == len(holders), "a node holds two stages of one model"
         ranges = {(s.first, s.last) for chain in model.chains for s in chain.stages}
         for stage in model.stages:
-            assert stage.bytes == want.stage_bytes(stage.first, stage.last)
+            assert stage.bytes == by_peer[stage.peer].bytes_of(want, stage.first, stage.last)
             taken[stage.peer] += stage.bytes
         assert all((s.first, s.last) in ranges for s in model.spares)
         if want.replicas is not None:
@@ -303,10 +305,31 @@ def test_layers_need_not_divide_and_the_head_takes_its_share():
     counts = [s.last - s.first for s in chain.stages]
     assert sorted(counts) == [2, 5] or sorted(counts) == [3, 4]
     capacities = [
-        capacity(want, small[0].memory, first=True, last=False),
-        capacity(want, small[0].memory, first=False, last=True),
+        capacity(want, small[0], first=True, last=False),
+        capacity(want, small[0], first=False, last=True),
     ]
     assert capacities[0] > capacities[1]
+
+
+def test_a_device_of_fixed_shapes_needs_the_weights_twice():
+    """It has one compiled model for prompts and one for single rows."""
+    want = Want(shape(), replicas=1, context=1024, sessions=1)
+    model = want.model
+    kv = model.kv_bytes * want.context
+    once = model.weights(0, 6) + 6 * kv + WORKSPACE
+    usual, npu = Machine("A", once), Machine("A", once, fixed=True)
+    assert usual.bytes_of(want, 0, 6) == once
+    # Each model also gives the KV of a session back, in memory of its own.
+    assert npu.bytes_of(want, 0, 6) == once + model.weights(0, 6) + 2 * 6 * kv
+    assert capacity(want, usual, first=True, last=True) == 6
+    assert capacity(want, npu, first=True, last=True) < 3
+    for first, last in itertools.combinations(range(7), 2):
+        ends = {"first": first == 0, "last": last == 6}
+        exact = replace(npu, memory=npu.bytes_of(want, first, last))
+        assert capacity(want, exact, **ends) == last - first
+        assert capacity(want, replace(exact, memory=exact.memory - 1), **ends) < last - first
+    assert make_plan([want], [usual], network([usual])).models[0].chains
+    assert not make_plan([want], [npu], network([npu])).models[0].chains
 
 
 def test_what_does_not_fit_is_said_with_numbers():
