@@ -6,7 +6,7 @@ each for a measured reason:
 * Receive windows follow what the application has *consumed*. aioquic doubles a window as soon as
   data arrives, so a reader that sleeps is no brake and memory grows without bound.
 * 4096 open streams per direction instead of 128.
-* No pacer: it costs a timer per packet and holds a 10 KB reply back for milliseconds.
+* No pacer, and no empty packets built to find out that nothing is left (see ``sending``).
 * An acknowledgement rides on data that is sent anyway, and goes out alone when a burst has ended or
   a short delay has passed; aioquic sends one a millisecond after every packet.
 * Streams have a priority. Without one a bulk transfer takes turns with everything else.
@@ -32,6 +32,7 @@ from aioquic.quic.stream import QuicStream
 
 from mesh.transport.quic.congestion import LossMeter, LossyControl, replace_controller
 from mesh.transport.quic.mtu import PathMtu
+from mesh.transport.quic.sending import Gate, has_something_to_send
 from mesh.transport.quic.streamtable import StreamTable, is_active
 
 Buffer = bytes | bytearray | memoryview
@@ -51,19 +52,6 @@ class Tuning:
     ack_delay: float = 0.008  # an acknowledgement waits this long for data to ride on
     longest_probe_wait: float = 1.0  # bound of the probe timeout's exponential back-off
     congestion: str = "auto"  # cubic, lossy, or auto: chosen by measured loss
-
-
-class _NoPacer:
-    """Takes the place of aioquic's pacer and never holds a packet back."""
-
-    def next_send_time(self, now: float) -> None:
-        return None
-
-    def update_after_send(self, now: float) -> None:
-        return None
-
-    def update_rate(self, congestion_window: int, smoothed_rtt: float) -> None:
-        return None
 
 
 class MeshQuic(QuicConnection):
@@ -95,7 +83,7 @@ class MeshQuic(QuicConnection):
         self._has_written = False
         self._local_max_streams_bidi.value = tuning.max_streams
         self._local_max_streams_bidi.sent = tuning.max_streams
-        self._loss._pacer = _NoPacer()
+        self._gate = self._loss._pacer = Gate(self)
         self._loss._cc.congestion_window = tuning.initial_packets * self._max_datagram_size
         self._ack_delay = tuning.ack_delay
 
@@ -145,6 +133,16 @@ class MeshQuic(QuicConnection):
 
     # -- flow control -------------------------------------------------------------------------
 
+    @property
+    def data_window(self) -> int:
+        """Unread bytes that all streams may hold."""
+        return self._tuning.connection_window
+
+    @property
+    def wanted_max_data(self) -> int:
+        """How many bytes the peer should be allowed to have sent, in all."""
+        return self._consumed_total + self._tuning.connection_window
+
     def consumed(self, stream_id: int, count: int) -> bool:
         """The application has taken ``count`` bytes. True when the peer should be told now."""
         total = self._consumed.get(stream_id, 0) + count
@@ -158,10 +156,7 @@ class MeshQuic(QuicConnection):
             and total + tuning.stream_window - stream.max_stream_data_local_sent
             >= tuning.stream_window // 2
         )
-        connection_due = (
-            self._consumed_total + tuning.connection_window - self._local_max_data.sent
-            >= tuning.connection_window // 2
-        )
+        connection_due = self.wanted_max_data - self._local_max_data.sent >= self.data_window // 2
         if stream_due:
             self._streams.limits_due[stream_id] = stream
         return bool(stream_due or connection_due)
@@ -201,10 +196,8 @@ class MeshQuic(QuicConnection):
 
     def _write_connection_limits(self, builder: QuicPacketBuilder, space: Any) -> None:
         limit = self._local_max_data
-        window = self._tuning.connection_window
-        wanted = self._consumed_total + window
-        if wanted - limit.value >= window // 4:
-            limit.value = wanted
+        if self.wanted_max_data - limit.value >= self.data_window // 4:
+            limit.value = self.wanted_max_data
         used, limit.used = limit.used, 0  # keeps the parent from doubling the window
         try:
             super()._write_connection_limits(builder, space)
@@ -246,54 +239,17 @@ class MeshQuic(QuicConnection):
         self._has_written = False
         if self._look_at_all:
             self._activate_all()
-        if self._has_nothing_to_send(now):
+        if not has_something_to_send(self, now):
             return []
+        self._gate.sent = False
         datagrams: list[tuple[bytes, Any]] = super().datagrams_to_send(now)
+        self._pacing_at = None  # that was the gate's
         self._queue = [stream for stream in self._queue if is_active(stream)]
         if self.mtu is not None and self._handshake_confirmed:
             size = self.mtu.next_probe(now)
             if size is not None:
                 datagrams += self._size_probe(size, now)
         return datagrams
-
-    def _has_nothing_to_send(self, now: float) -> bool:
-        """Whether an engine that is asked would find nothing, which it takes a tenth of a
-        millisecond to find out: after a packet has come in that is the usual case.
-
-        The list is that of ``QuicConnection._write_application``, item by item.
-        """
-        if not self._handshake_confirmed or self._close_pending or self._queue:
-            return False
-        path = self._network_paths[0]
-        space = self._spaces[tls.Epoch.ONE_RTT]
-        return not (
-            (space.ack_at is not None and space.ack_at <= now)
-            or len(self._network_paths) > 1
-            or not path.is_validated
-            or path.remote_challenges
-            or self._handshake_done_pending
-            or self._retire_connection_ids
-            or self._streams_blocked_pending
-            or self._streams.limits_due
-            or self._ping_pending
-            or self._probe_pending
-            or self._datagrams_pending
-            or not self._crypto_streams[tls.Epoch.ONE_RTT].sender.buffer_is_empty
-            or not all(host_cid.was_sent for host_cid in self._host_cids)
-            or self._owes_connection_limits()
-            or (self.mtu is not None and self.mtu.wants_probe(now))
-            or (self._is_client and self._remote_preferred_address is not None)
-        )
-
-    def _owes_connection_limits(self) -> bool:
-        window = self._tuning.connection_window
-        data, streams = self._local_max_data, self._local_max_streams_bidi
-        return bool(
-            self._consumed_total + window - data.value >= window // 4
-            or data.value != data.sent
-            or streams.value != streams.sent
-            or self._local_max_streams_uni.value != self._local_max_streams_uni.sent
-        )
 
     # -- timers and size of datagrams ---------------------------------------------------------
 

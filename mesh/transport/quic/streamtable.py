@@ -27,10 +27,16 @@ class StreamTable(dict[int, QuicStream]):
 
 
 def is_active(stream: QuicStream) -> bool:
-    """Whether the engine has something to do for a stream when it sends."""
-    return (
-        not stream.sender.buffer_is_empty
-        or stream.sender.reset_pending
+    """Whether the engine has something to do for a stream when it sends.
+
+    The sender's ``buffer_is_empty`` says so one packet later: it becomes true when an empty buffer
+    has been looked into.
+    """
+    sender = stream.sender
+    return bool(
+        len(sender._pending)
+        or sender._pending_eof
+        or sender.reset_pending
         or stream.receiver.stop_pending
         or stream.is_finished
     )
