@@ -110,18 +110,53 @@ def test_in_flight_requests_count_until_a_report_can_have_counted_them(make_view
 
 
 def test_a_request_that_the_report_counts_is_not_counted_twice(make_view):
-    view = make_view("E", A=[{"active": 1}], B=[{"active": 1}])  # at 100.0
+    place = make_view("E", A=[{"active": 1}]).models[0].replicas[0]  # at 100.0
     in_flight = InFlight()
-    place = view.models[0].replicas[0]
-    # Sent just before the report came: it may have been made before that. Not so on this node.
-    just_before = InFlight()
-    just_before.started(route(make_view("E", A=[{}])), 99.95)
-    assert just_before.busy(place) == 2
-    assert just_before.busy(place, here=True) == 1
     ticket = in_flight.started(route(make_view("E", A=[{}])), 99.0)
     assert in_flight.busy(place) == 1
     ticket.ended(100.5)  # counted in the report, and over since
     assert in_flight.busy(place) == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "sent", "reported", "busy"),
+    [
+        # When, and what the report of 100.0 says. It was made before the request came, or after.
+        (0, (99.95,), 0, 1),
+        (0, (99.95,), 1, 1),
+        (1, (99.95,), 1, 2),
+        (1, (99.95,), 2, 2),
+        # Between the two, or after both; others have come and gone, too.
+        (2, (99.92, 99.95), 3, 4),
+        (2, (99.92, 99.95), 4, 4),
+        (2, (99.92, 99.95), 7, 7),
+        (2, (99.92, 99.95), 0, 2),
+        # One was certainly in it, one certainly not.
+        (0, (99.0, 99.95), 1, 2),
+        (0, (99.95, 100.01), 1, 2),
+    ],
+)
+def test_a_report_counts_what_was_sent_just_before_as_far_as_it_shows_more(
+    make_view, before, sent, reported, busy
+):
+    in_flight = InFlight()
+    for more, at in enumerate(sent):
+        in_flight.started(route(make_view("E", A=[{"active": before + more}])), at)
+    place = make_view("E", A=[{"active": reported}]).models[0].replicas[0]
+    assert in_flight.busy(place) == busy
+    # This node's own load is not late.
+    assert in_flight.busy(place, here=True) == max(
+        reported + sum(at > 100.0 for at in sent), len(sent)
+    )
+
+
+def test_what_ended_after_the_report_that_just_counted_it(make_view):
+    in_flight = InFlight()
+    ticket = in_flight.started(route(make_view("E", A=[{"active": 2}])), 99.95)
+    place = make_view("E", A=[{"active": 3}]).models[0].replicas[0]
+    assert in_flight.busy(place) == 3
+    ticket.ended(100.5)
+    assert in_flight.busy(place) == 2
 
 
 def test_what_is_over_is_forgotten(make_view):
