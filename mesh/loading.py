@@ -92,7 +92,7 @@ def measure_stage(stage: StageEngine) -> dict[str, float]:
             return rng.integers(1, 32, count, dtype=np.int64)
         return rng.standard_normal((count, stage.hidden), dtype=np.float32)
 
-    def run() -> tuple[float, list[float]]:
+    def run(count: int) -> tuple[float, list[float]]:
         stage.open(0)
         try:
             start = time.perf_counter()
@@ -100,7 +100,7 @@ def measure_stage(stage: StageEngine) -> dict[str, float]:
             stage.step(StepBatch([Part(0, 0, length)], rows(length), sampled))
             prefilled = time.perf_counter() - start
             steps = []
-            for step in range(PROBE_STEPS):
+            for step in range(count):
                 sampled = (0,) if is_last else ()
                 row = rows(1)
                 time.sleep(TURN)
@@ -111,8 +111,8 @@ def measure_stage(stage: StageEngine) -> dict[str, float]:
         finally:
             stage.close(0)
 
-    run()  # first use: memory is touched, kernels are chosen
-    prefill, steps = run()
+    run(2)  # first use: memory is touched, kernels are chosen
+    prefill, steps = run(PROBE_STEPS)
     # The middle one: the machine may be doing other things for some of them.
     return {"prefill_seconds": prefill / length, "decode_seconds": statistics.median(steps)}
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 import trio
@@ -271,7 +272,8 @@ class Node:
         config = self._config
         if not (self._models or self._stages or config.device not in _USUAL_DEVICES):
             return
-        from inference import devices  # brings the runtime: a node that only asks is without it
+        await _bring("inference.devices")
+        from inference import devices
 
         device = await trio.to_thread.run_sync(devices.resolve, config.device)
         expect = partial(
@@ -288,9 +290,10 @@ class Node:
 
     async def _stage_server(self, nursery: trio.Nursery) -> StageServer:
         """What loads and serves here; made when it is first needed."""
-        if self._stage_serving is None:
-            from mesh.stages import StageServer
+        await _bring("mesh.stages")
+        from mesh.stages import StageServer
 
+        if self._stage_serving is None:
             self._stage_serving = StageServer(
                 self._transport,
                 self._identity,
@@ -462,6 +465,12 @@ class Node:
         with trio.move_on_after(timeout) as limit:
             await self._gossip.wait_until(holds)
         return not limit.cancelled_caught
+
+
+async def _bring(module: str) -> None:
+    """Import what needs the runtime, which a node that only asks is without. In a thread: meanwhile
+    the node gets to know the mesh, and the mesh the node."""
+    await trio.to_thread.run_sync(import_module, module)
 
 
 def _thresholds(config: NodeConfig) -> Thresholds:

@@ -82,7 +82,8 @@ class StageServer:
     ) -> None:
         """Load and serve the announced holding ``number``; sizes as for
         :func:`mesh.loading.open_stage`. Raises GenerationError."""
-        if manifest.digest not in self._tokenized:
+        # Chains begin where the first layers are, and need text there only.
+        if layers[0] == 0 and manifest.digest not in self._tokenized:
             tokenizer = await loading.open_tokenizer(manifest)
             self.chains.add_model(StagedModel(manifest, tokenizer))
             self._tokenized.add(manifest.digest)

@@ -48,11 +48,9 @@ def _fetch_models(config: NodeConfig) -> dict[str, ModelManifest]:
     names = dict.fromkeys((*config.model, *(stage.model for stage in config.stage)))
     if not names:
         return {}
-    from mesh.cli.model import pull_with_progress
-
     store = ModelStore(config.models)
     try:
-        models = {name: pull_with_progress(store, name) for name in names}
+        models = {name: _fetch(store, name) for name in names}
     except (StoreError, OSError) as error:
         raise StartError("model", str(error)) from error
     for stage in config.stage:
@@ -63,6 +61,14 @@ def _fetch_models(config: NodeConfig) -> dict[str, ModelManifest]:
                 f"so there is no stage {stage.first}-{stage.last}",
             )
     return models
+
+
+def _fetch(store: ModelStore, name: str) -> ModelManifest:
+    if store.has(name):
+        return store.get(name)
+    from mesh.cli.model import pull_with_progress  # what is here needs neither hub nor progress
+
+    return pull_with_progress(store, name)
 
 
 async def _run(node: Node) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from inference.store.download import pull
 from inference.store.errors import StoreError
 from inference.store.manifest import ModelManifest
 from inference.store.store import ModelStore
@@ -55,6 +54,9 @@ class ModelSource:
                 return await self._peers.fetch(wanted.digest, layers, links, _Report(what).progress)
             except StoreError as error:
                 _log.warning("%s: %s; trying the hub", what, error)
+        # Imported here: the hub's client is large, and few nodes ever need it.
+        from inference.store.download import pull
+
         manifest = await trio.to_thread.run_sync(
             pull, self._store, wanted.name, abandon_on_cancel=True
         )
