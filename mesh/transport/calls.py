@@ -33,6 +33,14 @@ class Inbox:
         self._items.append(frame.detached())
         self._wake.set()
 
+    def pass_by(self, frame: Frame) -> int:
+        """A message that its reader takes at once, when none waits: the credit to grant for it.
+
+        Raises MalformedFrame when the sender had no credit.
+        """
+        self._window.received(frame.size)
+        return self._window.consumed(frame.size)
+
     def finish(self, error: TransportError | None = None) -> None:
         """Nothing more comes. What is here can still be read; then ``error`` is raised, if any."""
         if not self.ended:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from enum import IntEnum
 from typing import Any, Protocol
@@ -76,6 +76,7 @@ class LaneStream(Protocol):
     def write_now(self, parts: Sequence[Buffer]) -> None: ...
     def unsent(self) -> int: ...
     async def receive(self) -> list[Fragment]: ...
+    async def deliver(self, take: Callable[[list[Fragment]], bool]) -> None: ...
     def push_back(self, fragments: list[Fragment]) -> None: ...
     async def close(self) -> None: ...
 
@@ -103,6 +104,12 @@ class _FragmentSource:
             if fragments:
                 return fragments
 
+    async def deliver(self, take: Callable[[list[Fragment]], bool]) -> None:
+        """Call ``take`` with what comes until it returns False. Raises as :meth:`receive` does, and
+        what ``take`` raises."""
+        while take(await self.receive()):
+            pass
+
     def push_back(self, fragments: list[Fragment]) -> None:
         """Have these given out again."""
         self._pushed_back = fragments + self._pushed_back
@@ -119,6 +126,46 @@ class DirectLaneStream(_FragmentSource):
         self.has_room = stream.has_room
         self.wait_room = stream.wait_room
         self.write_now = stream.write_now
+
+    async def deliver(self, take: Callable[[list[Fragment]], bool]) -> None:
+        """As above, without a task's turn between a datagram and the call: that costs as much as
+        the datagram."""
+        ended = trio.Event()
+        failures: list[Exception] = []
+        busy = False
+
+        def on_readable() -> None:
+            nonlocal busy
+            if busy or ended.is_set():  # a call has closed the connection, and so its streams
+                return
+            busy = True
+            try:
+                while (fragments := self._take_now()) is not None:
+                    if not take(fragments):
+                        ended.set()
+                        break
+            except Exception as error:
+                failures.append(error)
+                ended.set()
+            busy = False
+
+        stream: MeshStream = self._stream
+        stream.on_readable = on_readable
+        try:
+            on_readable()
+            await ended.wait()
+        finally:
+            stream.on_readable = None
+        if failures:
+            raise failures[0]
+
+    def _take_now(self) -> list[Fragment] | None:
+        """The fragments that are here; None when nothing is."""
+        if self._pushed_back:
+            fragments, self._pushed_back = self._pushed_back, []
+            return fragments
+        data = self._stream.take_now()
+        return None if data is None else self._reader.feed(data)
 
     def unsent(self) -> int:
         return int(self._stream.muxed_conn.unacknowledged(self._stream.stream_id))
@@ -261,28 +308,32 @@ class LanePort:
 
     # -- receiving ----------------------------------------------------------------------------
 
-    async def receive(self) -> list[Frame]:
-        """Messages that are complete, at least one. A SWITCH on the old stream is followed here.
+    async def run(self, dispatch: Callable[[Frame], None]) -> None:
+        """Call ``dispatch`` with every message, when it is complete. A SWITCH on the old stream is
+        followed here.
 
-        Raises LinkClosed when the stream ended and MalformedFrame for what is no frame.
+        Raises LinkClosed when the stream ended, MalformedFrame for what is no frame, and what
+        ``dispatch`` raises.
         """
-        frames: list[Frame] = []
-        while not frames:
-            try:
-                fragments = await self._incoming.receive()
-            except BROKEN as error:
-                raise LinkClosed("the connection was lost") from error
+
+        def take(fragments: list[Fragment]) -> bool:
             for position, fragment in enumerate(fragments):
                 if fragment.kind is FrameKind.SWITCH and not fragment.flags & Flags.END:
                     if position + 1 != len(fragments):
                         raise MalformedFrame("something follows the switch to another connection")
-                    await self._follow_switch()
-                    frames.append(Frame(FrameKind.SWITCH, 0, b"", b""))
-                    break
+                    return False
                 frame = self._assembler.add(fragment)
                 if frame is not None:
-                    frames.append(frame)
-        return frames
+                    dispatch(frame)
+            return True
+
+        while True:
+            try:
+                await self._incoming.deliver(take)
+            except BROKEN as error:
+                raise LinkClosed("the connection was lost") from error
+            await self._follow_switch()
+            dispatch(Frame(FrameKind.SWITCH, 0, b"", b""))
 
     async def _follow_switch(self) -> None:
         while self._next_incoming is None:

@@ -16,6 +16,7 @@ from contextlib import (
     AbstractContextManager,
     asynccontextmanager,
 )
+from functools import partial
 from typing import Any
 
 import trio
@@ -333,9 +334,7 @@ class Link:
 
     async def _read(self, port: LanePort) -> None:
         try:
-            while True:
-                for frame in await port.receive():
-                    self._dispatch(port, frame)
+            await port.run(partial(self._dispatch, port))
         except LinkClosed as error:
             self.down(self._carrier.close_reason or str(error))
         except NotAdmitted as error:

@@ -50,10 +50,17 @@ class Notes:
 
     def _taken(self, frame: Frame, grant: int) -> Message:
         self._read(frame.size)
+        self._grant(grant)
+        return Message(decode_body(frame.body).get("b"), frame.payload)
+
+    def pass_by(self, frame: Frame) -> None:
+        """One that is read as it comes, when none waits. Raises MalformedFrame."""
+        self._grant(self.inbox.pass_by(frame))
+
+    def _grant(self, grant: int) -> None:
         if grant and not self.inbox.ended:
             amount = encode_body({"k": self._kind, "n": grant})
             self._link.tell(FrameKind.NOTE_CREDIT, amount)
-        return Message(decode_body(frame.body).get("b"), frame.payload)
 
 
 class NoteDesk:
@@ -101,14 +108,16 @@ class NoteDesk:
 
     def put(self, frame: Frame) -> None:
         """A NOTE from the peer. Raises MalformedFrame."""
-        kind = CallHead.of(frame).k
-        notes = self._of(kind)
+        head = CallHead.of(frame)
+        notes = self._of(head.k)
+        if (handler := self._handlers.get(head.k)) is not None:
+            notes.pass_by(frame)
+            handler(Message(head.b, frame.detached().payload))
+            return
         if self._unread + frame.size > MAX_UNREAD:
             raise MalformedFrame("too much that is not read")
         notes.inbox.put(frame)
         self._unread += frame.size
-        if (handler := self._handlers.get(kind)) is not None:
-            _hand_over(notes, handler)
 
     @contextmanager
     def handle(self, kind: str, handler: Callable[[Message], None]) -> Iterator[None]:
@@ -117,7 +126,9 @@ class NoteDesk:
             raise ValueError(f"{kind} is already being read")
         self._read.add(kind)
         try:
-            _hand_over(self._of(kind), handler)
+            notes = self._of(kind)
+            while (message := notes.take_now()) is not None:
+                handler(message)
             self._handlers[kind] = handler
             yield
         finally:
@@ -152,8 +163,3 @@ class NoteDesk:
             notes.inbox.finish(error)
         for granted in self._granted.values():
             granted.set()
-
-
-def _hand_over(notes: Notes, handler: Callable[[Message], None]) -> None:
-    while (message := notes.take_now()) is not None:
-        handler(message)

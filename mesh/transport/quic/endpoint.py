@@ -184,7 +184,7 @@ class Endpoint:
                     connection.pump()
                 except Exception:
                     self._failed(connection)
-            for address in udp.take_refusals():
+            for address in udp.take_refusals(look=not touched):
                 self._refused(address, now)
             # While this waits for the next datagram it must not keep a closed connection alive.
             touched.clear()

@@ -7,7 +7,7 @@ yet (the sender is held back instead), and a write waits until what is unacknowl
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -33,6 +33,8 @@ class MeshStream(IMuxedStream):
         self._chunks: deque[bytes] = deque()
         self._readable = trio.Event()
         self._writable = trio.Event()
+        # Called when :meth:`take_now` may have something, or an end, to give.
+        self.on_readable: Callable[[], None] | None = None
         self._ended = False  # the peer has finished writing
         self._reset = False
         self._read_closed = False  # we will not read any more
@@ -49,16 +51,21 @@ class MeshStream(IMuxedStream):
         if end:
             self._ended = True
             self._maybe_done()
-        self._readable.set()
+        self._now_readable()
 
     def peer_reset(self) -> None:
         """The peer gave the stream up, or the connection is gone."""
         self._reset = True
         self._ended = True
         self._write_closed = True
-        self._readable.set()
         self._writable.set()
         self._maybe_done()
+        self._now_readable()
+
+    def _now_readable(self) -> None:
+        self._readable.set()
+        if self.on_readable is not None:
+            self.on_readable()
 
     def peer_stopped(self) -> None:
         """The peer does not want to read any more."""
@@ -78,13 +85,19 @@ class MeshStream(IMuxedStream):
 
         Raises MuxedStreamEOF after the last one and MuxedStreamReset when the stream broke.
         """
-        while not self._chunks:
+        while (data := self.take_now(n)) is None:
+            self._readable = trio.Event()
+            await self._readable.wait()
+        return data
+
+    def take_now(self, n: int | None = None) -> bytes | None:
+        """:meth:`read` what is here; None when nothing is."""
+        if not self._chunks:
             if self._reset:
                 raise MuxedStreamReset()
             if self._ended or self._read_closed:
                 raise MuxedStreamEOF()
-            self._readable = trio.Event()
-            await self._readable.wait()
+            return None
         chunk = self._chunks.popleft()
         if n is not None and 0 <= n < len(chunk):
             self._chunks.appendleft(chunk[n:])

@@ -158,9 +158,13 @@ class UdpSocket:
                 if len(value) >= 4 and struct.unpack_from("I", value)[0] == errno.ECONNREFUSED:
                     self.refused.append(address)
 
-    def take_refusals(self) -> list[Address]:
-        """Addresses that have answered that nobody listens there, since the last call."""
-        if self._reports_refusals:
+    def take_refusals(self, look: bool) -> list[Address]:
+        """Addresses that have answered that nobody listens there, since the last call.
+
+        ``look`` for ones that no call was told of: they make the socket readable with nothing to
+        read.
+        """
+        if look and self._reports_refusals:
             self._read_refusals()
         refused, self.refused = self.refused, []
         return refused

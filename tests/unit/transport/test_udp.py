@@ -93,7 +93,7 @@ def test_refusals_are_told() -> None:
         with trio.fail_after(5):
             await udp.wait_readable()
         assert list(udp.receive()) == []
-        assert udp.take_refusals() == [gone]
+        assert udp.take_refusals(look=True) == [gone]
         with trio.move_on_after(0.2) as scope:
             await udp.wait_readable()  # the queue of errors is empty: no busy loop
         assert scope.cancelled_caught
