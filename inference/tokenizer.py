@@ -7,7 +7,6 @@ roles and contents that a template would render as nonsense, and prompts that it
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -15,6 +14,7 @@ import openvino_genai
 
 from inference.errors import GenerationError
 from inference.store.manifest import ModelManifest
+from inference.text import texts_of
 
 # Longer than any prompt. Without a number the tokenizer cuts at a limit of its own.
 _MAX_LENGTH = 1 << 30
@@ -38,8 +38,8 @@ class Tokenizer:
             raise GenerationError(
                 "engine_failed", f"the tokenizer of {model.name} cannot be loaded: {_line(error)}"
             ) from None
-        self._pieces: list[bytes] | None = None
-        self._pieces_lock = threading.Lock()
+        self._pieces = self._read_pieces()
+        self._texts = self._read_texts()
         self._uncut = _CERTAIN  # texts of fewer tokens are known to come out whole
         ids = model.eos_token_ids or (int(self._tokenizer.get_eos_token_id()),)
         self.eos_token_ids: frozenset[int] = frozenset(i for i in ids if i >= 0)
@@ -70,6 +70,11 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids`` without special tokens; bytes that are not UTF-8 are left out."""
+        if self._texts is not None:
+            try:
+                return b"".join([self._texts[token] for token in ids]).decode()
+            except (UnicodeDecodeError, LookupError):
+                pass  # half a character: what becomes of its bytes is for the runtime to say
         return str(self._tokenizer.decode(list(ids))) if ids else ""
 
     def apply_chat_template(
@@ -98,18 +103,27 @@ class Tokenizer:
             ) from None
         return str(prompt)
 
+    def _read_pieces(self) -> list[bytes]:
+        try:
+            vocabulary: dict[bytes, int] = self._tokenizer.get_vocab()
+        except RuntimeError:
+            return []  # it has none to tell of
+        pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
+        for piece, index in vocabulary.items():
+            pieces[index] = piece
+        return pieces
+
+    def _read_texts(self) -> dict[int, bytes] | None:
+        try:
+            return texts_of(self._pieces, self._tokenizer.decode)
+        except RuntimeError:
+            return None
+
     def piece(self, token_id: int) -> bytes:
         """The bytes that a token stands for, special tokens by their names; for log probabilities.
 
         Empty for an id that the vocabulary does not have.
         """
-        with self._pieces_lock:
-            if self._pieces is None:
-                vocabulary: dict[bytes, int] = self._tokenizer.get_vocab()
-                pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
-                for piece, index in vocabulary.items():
-                    pieces[index] = piece
-                self._pieces = pieces
         return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else b""
 
 

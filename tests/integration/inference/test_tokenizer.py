@@ -47,6 +47,13 @@ def test_streamed_text_is_the_text(tokenizer: Tokenizer, ids: list[int]) -> None
     assert "".join(pieces) + stream.finish() == tokenizer.decode(ids)
 
 
+@settings(deadline=None, max_examples=200)
+@given(ids=st.lists(st.one_of(st.integers(0, 49_151), st.integers(0, 400)), max_size=40))
+def test_text_is_that_of_the_runtime(tokenizer: Tokenizer, ids: list[int]) -> None:
+    assert tokenizer._texts is not None  # as this model's vocabulary is one of bytes
+    assert tokenizer.decode(ids) == str(tokenizer._tokenizer.decode(ids))
+
+
 def test_emoji_arrives_whole(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer.decode)
     pieces = [stream.feed(token) for token in tokenizer.encode("a 🏳️‍🌈 b" * 20)]
