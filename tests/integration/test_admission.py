@@ -99,8 +99,7 @@ def test_a_node_of_another_ca_stays_outside(network: Any, tmp_path_factory: Any)
 @pytest.mark.slow
 def test_revocation_spreads_and_closes_live_links(network: Any) -> None:
     first = network.start("first")
-    second = network.start("second", peers=(first,))
-    bad = network.start("bad", peers=(first, second))
+    second, bad = network.start_all({"second": (), "bad": ()}, peers=(first,))
     for node in (first, second, bad):
         assert node.cli("wait", "--peers", "2", "--timeout", "30").returncode == 0
     crl = network.folder / "revoked.crl"

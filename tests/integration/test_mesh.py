@@ -24,13 +24,22 @@ QUESTION = [{"role": "user", "content": "Name three fruits and their colours."}]
 class Mesh:
     def __init__(self, network: Any, model: str) -> None:
         self.network, self.model = network, model
+        self.admit_by_commands("desk-1")
         self.first = network.start("desk-1", "--model", model)
-        self.second = network.start("desk-2", "--model", model, peers=(self.first,))
-        self.entry = network.start("desk-3", peers=(self.first, self.second))
+        others = {"desk-2": ("--model", model), "desk-3": ()}
+        self.second, self.entry = network.start_all(others, peers=(self.first,))
         self.nodes = (self.first, self.second, self.entry)
         for node in self.nodes:
             done = node.cli("wait", "--peers", "2", "--model", model, "--timeout", "30")
             assert done.returncode == 0, done.stderr
+
+    def admit_by_commands(self, name: str) -> None:
+        """As people do it."""
+        network, home = self.network, self.network.home(name)
+        csr = network.folder / f"{name}.csr"
+        done = network.run("meshnode", "init", "--home", home, "--name", name, "--csr", csr)
+        assert done.returncode == 0, done.stderr
+        network.ca("issue", csr, "--roles", "serve,use", "-o", home / "node.pem")
 
     def client(self, node: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{node.api}/v1", api_key="unused", max_retries=0)

@@ -22,11 +22,12 @@ def test_parity(
     network: Any, demo_model: ModelManifest, reference: Any, bounds: tuple[int, ...]
 ) -> None:
     network.environment["MESHNODE_MODELS"] = str(demo_model.path.parent)
-    nodes: list[Any] = []
-    for first, last in itertools.pairwise(bounds):
-        name = f"{len(bounds) - 1}-{first}"
-        flags = ("--stage", f"{demo_model.name}:{first}-{last}")
-        nodes.append(network.start(name, *flags, peers=tuple(nodes[:1])))
+    (head, flags), *others = [
+        (f"{len(bounds) - 1}-{first}", ("--stage", f"{demo_model.name}:{first}-{last}"))
+        for first, last in itertools.pairwise(bounds)
+    ]
+    nodes = [network.start(head, *flags)]
+    nodes += network.start_all(dict(others), peers=(nodes[0],))
     decode = Tokenizer(demo_model).decode
 
     def ask(number: int, count: int, sampling: SamplingParams) -> str:
