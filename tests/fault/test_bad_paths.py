@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def isolation() -> None:
 
 
 @pytest.fixture(
-    scope="module", params=["replica", 0, 1, 2], ids=["replica", "rank 0", "rank 1", "rank 2"]
+    scope="module", params=[1, 0, 2, "replica"], ids=["rank 1", "rank 0", "rank 2", "replica"]
 )
 def far(
     isolation: None,
@@ -119,3 +120,28 @@ def test_a_node_is_lost_where_packets_are_lost(far: Any, tools: Any, whole: Any)
         mesh.nodes[workers[rank]].stop()
         if number < len(drawn):
             mesh.bring_far(workers[rank])
+
+
+@pytest.mark.parametrize("far", [1], indirect=True, ids=["rank 1"])
+def test_a_cut_path_without_a_spare_is_an_error_until_it_is_joined(far: Any, tools: Any) -> None:
+    mesh, rank = far
+    only, *others = sorted(
+        (name for name, held in mesh.stages.items() if held == rank),
+        key=lambda name: mesh.nodes[name].process.poll() is not None,
+    )
+    mesh.drop(*others)
+    mesh.whole()
+    cut: list[float] = []
+
+    def fault(_: list[str]) -> None:
+        cut.append(time.monotonic())
+        mesh.tell_paths(only, "cut")
+
+    heard, workers = mesh.hurt({10: fault}, 2000, tools.GREEDY)
+    assert workers[rank] == only
+    tools.lost_for_good(heard, cut[0])
+    assert tools.eventually(lambda: not any(mesh.busy().values()), 10)
+    mesh.check_idle(mesh.entry, *(node for node in mesh.nodes.values() if node.api))
+    mesh.tell_paths(only, "join")
+    mesh.whole()  # its own session has ended, too
+    assert mesh.ask(4).finish == "length"

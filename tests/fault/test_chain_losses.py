@@ -64,24 +64,9 @@ def test_a_stage_is_lost_at_a_random_token(
             mesh.bring(victim.name)
 
 
-def test_the_receipt_of_a_broken_response_verifies_offline(
-    mesh: Any, tools: Any, network: Any, tmp_path: Path
+def test_two_losses_in_one_response_and_a_receipt_that_verifies_offline(
+    mesh: Any, tools: Any, network: Any, unbroken: Any, tmp_path: Path
 ) -> None:
-    def fault(workers: list[str]) -> None:
-        mesh.nodes[workers[1]].process.kill()
-
-    heard, workers = mesh.hurt({9: fault}, TOKENS, tools.GREEDY)
-    mesh.nodes[workers[1]].stop()
-    saved = tmp_path / "response.sse"
-    saved.write_text("\n".join(heard.lines) + "\n", encoding="utf-8")
-    done = network.run("meshnode", "verify", saved, "--ca", network.ca_pem)
-    assert done.returncode == 0, done.stderr
-    for name in {*workers, mesh.twin(workers[1])}:
-        assert mesh.nodes[name].peer in done.stdout
-    mesh.bring(workers[1])
-
-
-def test_two_losses_of_one_range_and_of_another(mesh: Any, tools: Any, unbroken: Any) -> None:
     whole = unbroken(TOKENS, tools.SAMPLED)
 
     def lose(rank: int) -> Callable[[list[str]], None]:
@@ -89,9 +74,14 @@ def test_two_losses_of_one_range_and_of_another(mesh: Any, tools: Any, unbroken:
 
     heard, workers = mesh.hurt({12: lose(1), 25: lose(2)}, TOKENS, tools.SAMPLED)
     tools.same(heard, whole)
-    mesh.verified(heard)
     for name in workers[1:]:
         mesh.nodes[name].stop()
+    saved = tmp_path / "response.sse"
+    saved.write_text("\n".join(heard.lines) + "\n", encoding="utf-8")
+    done = network.run("meshnode", "verify", saved, "--ca", network.ca_pem)
+    assert done.returncode == 0, done.stderr
+    for name in {*workers, *map(mesh.twin, workers[1:])}:
+        assert mesh.nodes[name].peer in done.stdout
     mesh.bring(*workers[1:])
 
 
@@ -107,12 +97,7 @@ def test_without_a_spare_there_is_an_error_and_nothing_stays(mesh: Any, tools: A
 
         heard, workers = mesh.hurt({10: fault}, 2000, tools.GREEDY)
         assert workers[1] == "a1"
-        assert heard.ended - gone[0] < 10.0
-        assert heard.finish is None and heard.mesh is None
-        assert heard.error is not None and heard.error["type"] == "server_error"
-        assert heard.error["code"] == "node_lost" and heard.error["message"]
-        assert not any("[DONE]" in line for line in heard.lines)
-        print(f"{how.name}: the error came after {heard.ended - gone[0]:.2f} s")
+        tools.lost_for_good(heard, gone[0])
         survivors = [mesh.entry, *(mesh.nodes[name] for name in ("a0", "b0", "a2", "b2"))]
         assert tools.eventually(lambda: not any(mesh.busy({"a1"}).values()), 10)
         mesh.check_idle(*survivors)
@@ -185,27 +170,38 @@ def test_the_entry_node_is_lost_and_the_rest_comes_from_another(
     mesh.bring_entry()
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
-def test_leave_and_rejoin_at_once(mesh: Any, tools: Any, how: signal.Signals) -> None:
-    """No ghost of the node that left, and it works again as soon as it says that it is ready."""
+def test_leave_and_rejoin_at_once(mesh: Any, tools: Any) -> None:
+    """Everybody sees it again, once and alive, before it has loaded what it held; then it works."""
     mesh.nodes["b1"].stop()
-    left = mesh.nodes["a1"]
-    left.stop(how)
-    gone = time.monotonic()
-    again = mesh.network.launch("a1", *mesh.flags("a1"))
-    mesh.nodes["a1"] = mesh.network.ready(again)
-    ready = time.monotonic()
-    while (heard := mesh.ask(2)).error is not None:
-        assert time.monotonic() - ready < 5.0, heard.error
-        time.sleep(0.1)
-    print(f"ready {ready - gone:.2f} s after it left, used {heard.ended - ready:.2f} s later")
-    assert mesh.named(heard)[1][0] == "a1"
+    living = [mesh.entry, *(mesh.nodes[name] for name in ("a0", "a2", "b0", "b2"))]
 
-    def one_everywhere() -> bool:
-        living = [mesh.entry, *(mesh.nodes[n] for n in ("a0", "a1", "a2", "b0", "b2"))]
+    def boots() -> list[str | None]:
+        """Which start of the node each of the others takes for alive."""
         seen = [[n for n in mesh.view(node)["nodes"] if n["name"] == "a1"] for node in living]
-        assert [len(found) for found in seen] == [1] * len(living)
-        return all((n["peer"], n["status"]) == (left.peer, "alive") for (n,) in seen)
+        assert all(len(found) <= 1 for found in seen)
+        return [n[0]["advert"]["boot"] if n and n[0]["status"] == "alive" else None for n in seen]
 
-    assert tools.eventually(one_everywhere, 5)
+    def again(boot: str) -> bool:
+        return all(seen not in (boot, None) for seen in boots())
+
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        boot = boots()[0]
+        mesh.nodes["a1"].stop(how)
+        gone = time.monotonic()
+        mesh.nodes["a1"] = mesh.network.launch("a1", *mesh.flags("a1"))
+        assert tools.eventually(lambda boot=boot: again(boot), 30), mesh.picture()
+        back = time.monotonic() - gone
+        loading = not any(n["ready"] for n in mesh.holdings("a1"))
+        mesh.network.ready(mesh.nodes["a1"])
+        ready = time.monotonic() - gone
+        while (heard := mesh.ask(2)).error is not None:
+            assert time.monotonic() - gone < 30, heard.error
+            time.sleep(0.1)
+        used = heard.ended - gone
+        print(f"{how.name}: back after {back:.2f} s, ready {ready:.2f} s, used {used:.2f} s")
+        assert mesh.named(heard)[1][0] == "a1"
+        # On two cores that have nothing else to do it is back in 2 s and works in less than 4 s.
+        assert loading
+        assert back < 4.0 * tools.crowd() and used < 8.0 * tools.crowd()
+        assert again(boot)
     mesh.bring("b1")
