@@ -113,7 +113,7 @@ def test_three_entry_nodes_do_not_stampede(replicas: tuple[Any, str]) -> None:
     network, model = replicas
     first = network.start("first", "--model", model)
     second = network.start("second", "--model", model, peers=(first,))
-    entries = [network.start(f"entry-{n}", peers=(first, second)) for n in range(3)]
+    entries = network.start_all({f"entry-{n}": () for n in range(3)}, peers=(first, second))
     for entry in entries:
         wait_for(entry, 4, model)
     go = threading.Barrier(60)
@@ -154,9 +154,8 @@ def halting(process: subprocess.Popen[str]) -> Iterator[None]:
 def test_a_stage_that_has_become_slow_is_routed_around(replicas: tuple[Any, str]) -> None:
     network, model = replicas
     head = network.start("head", "--stage", f"{model}:0-15")
-    tails = [
-        network.start(f"tail-{n}", "--stage", f"{model}:15-30", peers=(head,)) for n in range(2)
-    ]
+    tail_flags = ("--stage", f"{model}:15-30")
+    tails = network.start_all({"tail-0": tail_flags, "tail-1": tail_flags}, peers=(head,))
     entry = network.start("entry", peers=(head, *tails))
     wait_for(entry, 3, model)
 

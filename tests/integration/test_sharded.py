@@ -21,13 +21,12 @@ RANGES = ("0-7", "7-19", "19-30")  # unequal, and 30 is not a multiple of any
 @pytest.fixture(scope="module")
 def entry(network: Any, demo_model: ModelManifest) -> Iterator[Any]:
     network.environment["MESHNODE_MODELS"] = str(demo_model.path.parent)
-    first: tuple[Any, ...] = ()
-    for number, layers in enumerate(RANGES):
-        node = network.start(
-            f"stage-{number}", "--stage", f"{demo_model.name}:{layers}", peers=first
-        )
-        first = first or (node,)
-    entry = network.start("entry", peers=first)
+    stages = {
+        f"stage-{number}": ("--stage", f"{demo_model.name}:{layers}")
+        for number, layers in enumerate(RANGES)
+    }
+    first = network.start("stage-0", *stages.pop("stage-0"))
+    *_, entry = network.start_all({**stages, "entry": ()}, peers=(first,))
     done = entry.cli("wait", "--peers", "3", "--model", demo_model.name, "--timeout", "30")
     assert done.returncode == 0, done.stderr
     yield entry
