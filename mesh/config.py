@@ -97,7 +97,7 @@ class NodeConfig(BaseModel):
     max_jitter_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 200.0
     max_loss: Annotated[float, Field(gt=0, le=1)] = 0.1  # share of packets
     min_tokens_per_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
-    log: str = "info"
+    log: Literal["debug", "info", "warning", "error"] = "info"
 
     @field_validator("memory")
     @classmethod
@@ -112,6 +112,11 @@ class NodeConfig(BaseModel):
         if isinstance(value, list | tuple):
             return tuple(StageRange.parse(v) if isinstance(v, str) else v for v in value)
         return value
+
+    @field_validator("log", mode="before")
+    @classmethod
+    def _log(cls, value: Any) -> Any:
+        return value.lower() if isinstance(value, str) else value
 
     @field_validator("home", "models", "cert")
     @classmethod

@@ -20,6 +20,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from inference.store.errors import StoreError
+
 MAX_WAIT = 24 * 3600.0  # s
 MAX_WANTED = 4096  # bytes of a request to serve a model
 MAX_CRL_FILE = 512 << 10  # bytes
@@ -54,13 +56,14 @@ class ControlPort(Protocol):
 
     async def serve_model(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Publish that the mesh is to serve a model: ``model``, and if given ``replicas``,
-        ``max_nodes``, ``context``, ``sessions``. Raises ValueError with what is wrong."""
+        ``max_nodes``, ``context``, ``sessions``. Raises ValueError with what is wrong, StoreError
+        when the model is not here."""
         ...
 
     async def plan_of(self, model: str | None, what_if: str) -> dict[str, Any]:
         """The layout, of one model if named, after changes such as ``add:16GB``.
 
-        Raises ValueError with what is wrong.
+        Raises ValueError with what is wrong, StoreError when the model is not here.
         """
         ...
 
@@ -202,6 +205,8 @@ def create_control_app(node: ControlPort, api: ASGIApp, token: str) -> ASGIApp:
             if not isinstance(wanted, dict):
                 return _error(400, "not a JSON object")
             return JSONResponse(await node.serve_model(wanted))
+        except StoreError as error:
+            return _error(404, str(error))
         except ValueError as error:
             return _error(400, str(error))
 
@@ -209,6 +214,8 @@ def create_control_app(node: ControlPort, api: ASGIApp, token: str) -> ASGIApp:
         query = request.query_params
         try:
             found = await node.plan_of(query.get("model"), query.get("what_if", ""))
+        except StoreError as error:
+            return _error(404, str(error))
         except ValueError as error:
             return _error(400, str(error))
         return JSONResponse(found)

@@ -16,6 +16,8 @@ from mesh.cli.local import error_message, local_node
 from mesh.cli.terminal import printable
 from mesh.config import NodeConfig
 
+_EXITS = {400: Exit.USAGE, 404: Exit.MODEL}  # by HTTP status
+
 
 def chat(config: NodeConfig, options: argparse.Namespace) -> int:
     with local_node(config.home) as node:
@@ -33,7 +35,8 @@ def chat(config: NodeConfig, options: argparse.Namespace) -> int:
             with node.http.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:
                     response.read()
-                    raise CommandError(Exit.FAILED, error_message(response))
+                    code = _EXITS.get(response.status_code, Exit.FAILED)
+                    raise CommandError(code, error_message(response))
                 with _saving(options.save) as saved:
                     for line in response.iter_lines():
                         if saved is not None:

@@ -13,7 +13,7 @@ class Exit(IntEnum):
     ADDRESS = 4  # a port is taken or an address cannot be used
     MODEL = 5  # a model or device that is not here or cannot be used
     NOT_RUNNING = 6  # no node runs in this home (or, for `start`, one runs already)
-    TIMEOUT = 7  # `wait`: not true in time
+    TIMEOUT = 7  # `wait`: not true in time; `stop`, `drain`: the node has not ended in time
     NOT_VERIFIED = 8  # `verify`: the receipt does not hold
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import psutil
 
 from mesh.cli.exits import CommandError, Exit
 from mesh.home import CONTROL_FILE
@@ -31,6 +32,7 @@ class LocalNode:
             with (home / CONTROL_FILE).open("rb") as file:
                 control = json.loads(file.read(MAX_CONTROL_FILE))
             url, token = str(control["url"]), str(control["token"])
+            self.pid = int(control["pid"])
         except FileNotFoundError:
             raise CommandError(
                 Exit.NOT_RUNNING, f"no node runs in {home}; start one with `meshnode start`"
@@ -48,13 +50,29 @@ class LocalNode:
             trust_env=False,
         )
 
-    def get(self, path: str, **query: str | int | float) -> Any:
-        return self._answer("GET", path, params=query)
+    # ``exits`` says for HTTP statuses what the command is to end with, where that is not FAILED.
 
-    def post(self, path: str, content: bytes = b"", **query: str | int | float) -> Any:
-        return self._answer("POST", path, content=content, params=query)
+    def get(self, path: str, exits: Mapping[int, Exit] = {}, /, **query: str | int | float) -> Any:
+        return self._answer("GET", path, exits, params=query)
 
-    def _answer(self, method: str, path: str, **arguments: Any) -> Any:
+    def post(
+        self,
+        path: str,
+        content: bytes = b"",
+        exits: Mapping[int, Exit] = {},
+        /,
+        **query: str | int | float,
+    ) -> Any:
+        return self._answer("POST", path, exits, content=content, params=query)
+
+    def process(self) -> psutil.Process | None:
+        """The process of the node; None when it has ended, or cannot be seen from here."""
+        try:
+            return psutil.Process(self.pid)
+        except psutil.NoSuchProcess:
+            return None
+
+    def _answer(self, method: str, path: str, exits: Mapping[int, Exit], **arguments: Any) -> Any:
         try:
             response = self.http.request(method, path, **arguments)
         except httpx2.TransportError as error:
@@ -62,7 +80,8 @@ class LocalNode:
                 Exit.NOT_RUNNING, f"the node in {self.home} does not answer: {error}"
             ) from error
         if response.status_code >= 400:
-            raise CommandError(Exit.FAILED, error_message(response))
+            code = exits.get(response.status_code, Exit.FAILED)
+            raise CommandError(code, error_message(response))
         return response.json()
 
 

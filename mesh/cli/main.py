@@ -6,6 +6,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +20,36 @@ from mesh.config import ConfigError, NodeConfig, default_home, default_models, l
 # that the environment and the file can speak.
 _COMMON = ("home", "models", "log")
 _SETTINGS = tuple(NodeConfig.model_fields)
+# What the node takes as well, so that a mistake is found before it is asked.
+MAX_COUNT = 4096  # of nodes, chains, sessions
+MAX_CONTEXT = (1 << 31) - 1  # tokens
+MAX_WAIT = 24 * 3600.0  # s
+
+
+def _whole(least: int, most: int) -> Callable[[str], int]:
+    """A type of flags: whole numbers from ``least`` to ``most``."""
+
+    def parse(text: str) -> int:
+        digits = text.removeprefix("-")
+        if digits.isdecimal() and digits.isascii() and len(digits) <= 20:
+            value = int(text)
+            if least <= value <= most:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {most}")
+
+    return parse
+
+
+def _replicas(text: str) -> int | None:
+    return None if text == "auto" else _whole(0, MAX_COUNT)(text)
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        value = float(text)
+        if 0 <= value <= MAX_WAIT:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 to {MAX_WAIT:.0f}")
 
 
 def _add_start(parser: argparse.ArgumentParser) -> None:
@@ -33,20 +64,19 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
     add("--stage", metavar="MODEL:FIRST-LAST", action="append", help="layers to serve, repeatable")
     add("--device", metavar="CPU|GPU|NPU|AUTO", help="where models run (default CPU)")
     add("--engine", metavar="stage|genai", help="what runs whole models (default stage)")
-    add("--slots", type=int, metavar="N", help="sessions that an engine runs at once")
+    add("--slots", type=_whole(1, 1024), metavar="N", help="sessions that an engine runs at once")
     add("--activations", metavar="f32|f16|bf16|int8", help="between machines; f32 alone is exact")
     add("--memory", metavar="SIZE", help="that the mesh may fill here, as in 8GB (0: none)")
-    add("--queue", type=int, metavar="N", help="requests that may wait for a slot")
+    add("--queue", type=_whole(0, 65536), metavar="N", help="requests that may wait for a slot")
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="MODEL", help="a model that the mesh is to serve")
-    parser.add_argument(
-        "--replicas", default="auto", metavar="N|auto", help="chains wanted; 0: stop serving it"
-    )
-    parser.add_argument("--max-nodes", type=int, metavar="K", help="on at most so many nodes")
-    parser.add_argument("--context", type=int, metavar="N", help="tokens of a session (4096)")
-    parser.add_argument("--sessions", type=int, metavar="N", help="sessions at once (4)")
+    add = parser.add_argument
+    add("--replicas", type=_replicas, metavar="N|auto", help="chains wanted; 0: stop serving it")
+    add("--max-nodes", type=_whole(1, MAX_COUNT), metavar="K", help="on at most so many nodes")
+    add("--context", type=_whole(16, MAX_CONTEXT), metavar="N", help="tokens of a session (4096)")
+    add("--sessions", type=_whole(1, MAX_COUNT), metavar="N", help="sessions at once (4)")
     _add_json(parser)
 
 
@@ -67,16 +97,22 @@ def _add_init(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_wait(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--peers", type=int, default=0, metavar="N", help="so many peers are alive")
+    parser.add_argument(
+        "--peers", type=_whole(0, MAX_COUNT), default=0, metavar="N", help="so many peers are alive"
+    )
     parser.add_argument("--model", metavar="NAME", dest="wanted", help="this model can be used")
     parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="S", help="give up after (default: 60)"
+        "--timeout", type=_seconds, default=60.0, metavar="S", help="give up after (default: 60)"
     )
 
 
 def _add_drain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="then hand over what still runs"
+        "--timeout",
+        type=_seconds,
+        default=600.0,
+        metavar="S",
+        help="then hand over what still runs",
     )
 
 

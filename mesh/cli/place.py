@@ -15,28 +15,27 @@ from mesh.cli.model import pull_with_progress
 from mesh.cli.terminal import printable
 from mesh.config import NodeConfig
 
+_NOT_HERE = {404: Exit.MODEL}  # by HTTP status
+
 
 def serve(config: NodeConfig, options: argparse.Namespace) -> int:
     """Fetch the model to this machine if need be, and publish that it is wanted."""
-    if options.replicas != "auto" and not options.replicas.isdecimal():
-        raise CommandError(Exit.USAGE, f"--replicas: {options.replicas!r} is no number, nor auto")
-    replicas = None if options.replicas == "auto" else int(options.replicas)
     with local_node(config.home) as node:
-        if replicas != 0:
+        if options.replicas != 0:
             try:
                 pull_with_progress(ModelStore(config.models), options.name)
             except (StoreError, OSError) as error:
                 raise CommandError(Exit.MODEL, str(error)) from error
         wanted: dict[str, Any] = {
             "model": options.name,
-            "replicas": replicas,
+            "replicas": options.replicas,
             "max_nodes": options.max_nodes,
             "context": options.context,
             "sessions": options.sessions,
         }
         given = {key: value for key, value in wanted.items() if value is not None}
-        answer = node.post("/control/serve", json.dumps(given).encode())
-    if replicas == 0:
+        answer = node.post("/control/serve", json.dumps(given).encode(), _NOT_HERE)
+    if options.replicas == 0:
         print(f"{options.name} is not served any more")
         return Exit.OK
     return _print(answer, as_json=options.json)
@@ -47,7 +46,7 @@ def plan(config: NodeConfig, options: argparse.Namespace) -> int:
     if options.name:
         query["model"] = options.name
     with local_node(config.home) as node:
-        answer = node.get("/control/plan", **query)
+        answer = node.get("/control/plan", {400: Exit.USAGE, **_NOT_HERE}, **query)
     return _print(answer, as_json=options.json)
 
 

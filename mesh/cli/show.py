@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -18,6 +19,9 @@ from mesh.cli.exits import CommandError, Exit
 from mesh.cli.local import local_node, node_within
 from mesh.cli.terminal import printable
 from mesh.config import NodeConfig
+
+END_TIME = 60.0  # s for a node to end that was told to; it gives others' work some seconds
+LOOK_AGAIN = 0.5  # s
 
 
 def status(config: NodeConfig, options: argparse.Namespace) -> int:
@@ -59,15 +63,45 @@ def discover(config: NodeConfig, options: argparse.Namespace) -> int:
 
 def stop(config: NodeConfig, options: argparse.Namespace) -> int:
     with local_node(config.home) as node:
+        process = node.process()
         node.post("/control/stop")
+    _wait_ended(process)
     return Exit.OK
 
 
 def drain(config: NodeConfig, options: argparse.Namespace) -> int:
     with local_node(config.home) as node:
+        process = node.process()
         done = node.post("/control/drain", timeout=options.timeout)["done"]
-    print("all work has ended" if done else "what still ran was handed over")
+    print("all work has ended" if done else "what still ran was handed over", flush=True)
+    _wait_ended(process)
     return Exit.OK
+
+
+def _wait_ended(process: psutil.Process | None) -> None:
+    """Wait for a node that stops, so that its home and ports are free for the next one."""
+    end = time.monotonic() + END_TIME
+    while process is not None and not _has_ended(process):
+        if time.monotonic() >= end:
+            raise CommandError(
+                Exit.TIMEOUT,
+                f"the node was told to stop, but its process {process.pid} still runs after "
+                f"{END_TIME:g} s",
+            )
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    """Wait a moment for that. Whoever started the node may not have asked yet how it ended: then
+    its number is still there, and :meth:`psutil.Process.wait` would wait for that too."""
+    try:
+        process.wait(LOOK_AGAIN)
+        return True
+    except psutil.TimeoutExpired:
+        pass
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def crl(config: NodeConfig, options: argparse.Namespace) -> int:

@@ -102,15 +102,12 @@ def _print_ready(ready: Ready) -> None:
 
 
 def _set_up_logging(level: str) -> None:
-    names = logging.getLevelNamesMapping()
-    if level.upper() not in names:
-        raise CommandError(Exit.USAGE, f"log: {level!r} is not debug, info, warning or error")
     logging.basicConfig(
         stream=sys.stderr,
-        level=names[level.upper()],
+        level=level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     # py-libp2p logs every stream that a peer resets; what matters of that our transport says.
-    if level.upper() != "DEBUG":
+    if level != "debug":
         for library in ("libp2p", "async_service", "quic"):
             logging.getLogger(library).setLevel(logging.CRITICAL)

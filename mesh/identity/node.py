@@ -75,6 +75,12 @@ def load_node_pem(path: Path) -> NodePem:
     To trust a second CA of the same network, append its ``ca.pem``. Raises CertificateFileError.
     """
     certificates = _read_certificates(path)
+    if _is_root(certificates[0]):
+        raise CertificateFileError(
+            f"{path} is a CA's certificate and not a node's: give the node.pem that `meshca issue` "
+            "wrote for this node",
+            Reason.NOT_A_LEAF,
+        )
     try:
         leaf = read_certificate(certificates[0])
         roots, chain = _sort_out(certificates)
@@ -143,6 +149,14 @@ def _read_certificates(path: Path) -> tuple[bytes, ...]:
         raise CertificateFileError(str(error), Reason.MALFORMED) from None
     except CertificateError as error:
         raise CertificateFileError(f"{path}: {error.message}", error.reason) from None
+
+
+def _is_root(der: bytes) -> bool:
+    try:
+        load_root(der)
+    except CertificateError:
+        return False
+    return True
 
 
 def _sort_out(certificates: Sequence[bytes]) -> tuple[tuple[Root, ...], tuple[bytes, ...]]:

@@ -118,7 +118,7 @@ def test_too_many_certificates(home, acme):
 
 def test_the_ca_alone(home, acme):
     (home / "node.pem").write_bytes(acme.ca_pem)
-    refused(home, Reason.NOT_A_LEAF, "a node's certificate")
+    refused(home, Reason.NOT_A_LEAF, "is a CA's certificate .* `meshca issue` wrote")
 
 
 def test_missing_files(home):

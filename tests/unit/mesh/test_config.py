@@ -30,6 +30,7 @@ def test_home_can_come_from_the_environment(tmp_path: Path) -> None:
         ("slotz = 3", "slotz"),
         ("slots = 0", "slots"),
         ("slots = [", "config.toml"),
+        ('log = "nonsense"', "'log'.*'debug', 'info', 'warning' or 'error'"),
         ('api_key = "short"', "api_key"),
         ('home = "/elsewhere"', "home cannot be set"),
     ],
