@@ -75,7 +75,7 @@ class Placing:
         self._stages = stages
         self._fetch = fetch
         self._store = ModelStore(config.models)
-        self._own = OwnWants(config.home / "wants.json")
+        self._own = OwnWants(config.home / "wants.json", time.time())
         self._capacity = Capacity(
             config,
             lambda devices, speeds: gossip.announce(devices=devices, speeds=speeds),
@@ -292,7 +292,8 @@ class Placing:
         sessions: int,
     ) -> Wanted:
         """Publish that the mesh is to serve a model of this machine's store; ``replicas`` 0 takes
-        it back. Raises ValueError with what is wrong, StoreError when the model is not here."""
+        it back. Raises ValueError with what is wrong, StoreError when the model is not here, or
+        is none that can be cut."""
         if not self._may_publish:
             raise ValueError("the certificate has neither the role serve nor admin")
         known = next((w for w in newest_wants(self._gossip.view) if w.name == name), None)
@@ -319,14 +320,14 @@ class Placing:
         return wanted
 
     async def described(self, name: str) -> Wanted:
-        """A model of the store as it would be wanted. Raises StoreError, ValueError."""
+        """A model of the store as it would be wanted. Raises StoreError."""
         from inference.split import SplitError
 
         manifest = await trio.to_thread.run_sync(self._store.get, name)
         try:
             fields = await trio.to_thread.run_sync(describe_model, manifest)
         except SplitError as error:
-            raise ValueError(f"{name} cannot be laid out over machines: {error}") from error
+            raise StoreError(f"{name} cannot be laid out over machines: {error}") from error
         return Wanted.model_validate({**fields, "version": 1, "publisher": self._me})
 
     async def plan_for(self, change: Callable[[Facts], Facts], extra: Wanted | None) -> Plan:

@@ -22,13 +22,17 @@ VALUE_BYTES = 4  # of a key or value in the cache
 class OwnWants:
     """What this node has published, by name; a withdrawn one stays, so that it is known to be."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, now: float) -> None:
+        """``now`` in seconds since 1970: a version from later, of a clock that was wrong then,
+        would not be believed by any peer."""
         self._path = path
         self._wants: dict[str, Wanted] = {}
         try:
             with path.open("rb") as file:
                 for fields in json.loads(file.read(MAX_FILE)):
                     wanted = Wanted.model_validate(fields)
+                    if wanted.version > now * 1000:
+                        wanted = wanted.model_copy(update={"version": max(1, int(now * 1000))})
                     self._wants[wanted.name] = wanted
         except FileNotFoundError:
             pass

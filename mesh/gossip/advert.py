@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from ca.certificate import MAX_CHAIN, Certificate, CertificateError
+from ca.certificate import MAX_CHAIN, SKEW, Certificate, CertificateError
 from mesh.gossip.wire import WIRE, Digest, Frozen, Listed, Row, WireError, decode, encode
 from mesh.identity import Identity, PeerId, SignatureError, verify_signature
 
@@ -148,6 +148,13 @@ class Wanted(Row):
         if self.shared_bytes > min(self.embedding_bytes, self.head_bytes):
             raise ValueError("more is shared than there is")
         return self
+
+
+def in_time(wants: Sequence[Wanted], now: float) -> tuple[Wanted, ...]:
+    """Without those of a version that no clock can have given by ``now`` (seconds since 1970): the
+    newest counts, so one from the far future would count for ever."""
+    latest = (now + SKEW) * 1000
+    return tuple(wanted for wanted in wants if wanted.version <= latest)
 
 
 class MeasuredSpeed(Row):

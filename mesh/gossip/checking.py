@@ -67,6 +67,17 @@ class Checking:
     def finished(self, peer: PeerId) -> None:
         self._under_way.discard(peer)
 
+    def hear_doubt(self, table: Table, author: PeerId, peer: PeerId, now: float) -> bool:
+        """Whether to do something about what another node says, and to pass it on.
+
+        A message is signed by its author, which says nothing of who that is: a peer may have made
+        any number of keys. Who counts is known by an advert, and so by a certificate that holds.
+        """
+        known = table.entries.get(author)
+        if known is None or known.status == "gone" or known.expires <= now:
+            return False
+        return peer in table.entries and self.doubt(peer, now)
+
     def doubt(self, peer: PeerId, now: float) -> bool:
         """Whether a doubt, our own or another's, is news."""
         # The oldest come first. There are many when half of a large mesh is out of reach.

@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import trio
 
 from ca.certificate import Certificate, CertificateError
 from mesh.gossip import events, membership
-from mesh.gossip.advert import AdvertError, SignedAdvert, open_advert, open_load
+from mesh.gossip.advert import AdvertError, SignedAdvert, in_time, open_advert, open_load
 from mesh.gossip.anti_entropy import Record
 from mesh.gossip.events import Effect, Event
 from mesh.gossip.exchange import AliveAnswer, is_proof
@@ -63,7 +64,7 @@ class Knowledge:
         known = self.table.entries.get(signed.peer)
         if known is not None and signed.version < known.signed.version:
             return False
-        self.apply(events.AdvertHeard(signed, age, self._expiry(signed)))
+        self.apply(events.AdvertHeard(_believed(signed), age, self._expiry(signed)))
         return True
 
     def take_load(self, author: PeerId, envelope: bytes) -> bool:
@@ -113,3 +114,12 @@ class Knowledge:
     def _expiry(self, signed: SignedAdvert) -> float:
         left = signed.certificate.not_after.timestamp() - time.time()
         return trio.current_time() + left
+
+
+def _believed(signed: SignedAdvert) -> SignedAdvert:
+    """What to believe of an advert; it is passed on as its author signed it."""
+    wants = in_time(signed.advert.wants, time.time())
+    if len(wants) == len(signed.advert.wants):
+        return signed
+    logger.info("%s wants models as of a time that is not yet", signed.peer)
+    return replace(signed, advert=signed.advert.model_copy(update={"wants": wants}))

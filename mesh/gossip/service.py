@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -24,6 +25,7 @@ from mesh.gossip.advert import (
     HoldingLoad,
     LoadReport,
     SignedAdvert,
+    in_time,
     sign_advert,
     sign_load,
 )
@@ -331,7 +333,7 @@ class GossipService:
                 holdings=said.holdings,
                 load=self._publishing.load,
                 stored=said.stored,
-                wants=said.wants,
+                wants=in_time(said.wants, time.time()),
                 speeds=said.speeds,
                 links=said.links,
             ),
@@ -374,10 +376,8 @@ class GossipService:
             return True
         peer, now = PeerId(data[:MAX_PEER_ID].decode("ascii", "replace")), trio.current_time()
         table = self._knowledge.table
-        if peer not in table.entries:
+        if not self._checking.hear_doubt(table, author, peer, now):
             return False
-        if not self._checking.doubt(peer, now):
-            return False  # others have passed it on already
         if peer == self._identity.peer_id:
             self._publishing.advert_changed(now)
             self._woken.set()

@@ -157,8 +157,8 @@ class Node:
         if self.known.get(peer) != opened.matters:
             self._look_at(peer)
 
-    def hear_doubt(self, peer: PeerId) -> None:
-        if peer not in self.table.entries or not self.checking.doubt(peer, self.world.now):
+    def hear_doubt(self, author: PeerId, peer: PeerId) -> None:
+        if not self.checking.hear_doubt(self.table, author, peer, self.world.now):
             return
         if peer == self.peer:
             self.changed()

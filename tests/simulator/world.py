@@ -137,7 +137,7 @@ class World:
         self._spread(author, len(opened.signed.envelope), lambda node: node.hear(event, opened))
 
     def spread_doubt(self, author: Node, peer: PeerId) -> None:
-        self._spread(author, len(peer), lambda node: node.hear_doubt(peer))
+        self._spread(author, len(peer), lambda node: node.hear_doubt(author.peer, peer))
 
     def _spread(self, author: Node, size: int, hear: Callable[[Node], object]) -> None:
         """Everyone gets it within some hops, but for those whom loss keeps it from."""

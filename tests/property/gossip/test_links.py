@@ -15,7 +15,7 @@ from ca.certificate import Certificate, Role
 from mesh.gossip.advert import Advert, SignedAdvert
 from mesh.gossip.checking import CHECK_EVERY, DOUBT_KEPT, MOST_DOUBTS, Checking
 from mesh.gossip.dialing import AT_ONCE, FEW_LINKS, FULL_MESH, YIELD, Dialing
-from mesh.gossip.events import AdvertHeard, LinkDown, LinkUp
+from mesh.gossip.events import AdvertHeard, LinkDown, LinkUp, Refused
 from mesh.gossip.membership import Table, apply
 
 KEY = Ed25519PrivateKey.generate().public_key()
@@ -144,6 +144,20 @@ def test_a_doubt_is_news_once():
     assert checking.doubt("B", 0.0)
     assert not checking.doubt("B", DOUBT_KEPT - 0.1)
     assert checking.doubt("B", DOUBT_KEPT + 0.1)
+
+
+def test_only_nodes_that_are_admitted_and_there_are_heard_with_doubts():
+    table = table_of("A", ["B", "C", "D"])
+    table, _ = apply(table, AdvertHeard(signed("E"), expires=5.0), 0.0)
+    checking = Checking(random.Random(1))
+    assert not checking.hear_doubt(table, "STRANGER", "B", 0.0)
+    assert not checking.hear_doubt(table, "C", "NOBODY", 0.0)
+    table, _ = apply(table, Refused(frozenset({"D"}), "its certificate is revoked"), 0.0)
+    assert not checking.hear_doubt(table, "D", "B", 0.0)
+    assert checking.hear_doubt(table, "C", "B", 0.0), "what was not heard is news all the same"
+    assert not checking.hear_doubt(table, "C", "B", 1.0)
+    assert not checking.hear_doubt(table, "E", "C", 5.0), "its certificate has ended"
+    assert checking.hear_doubt(table, "E", "C", 4.0)
 
 
 def test_who_loses_half_of_a_large_mesh_at_once_does_not_tell_of_each():

@@ -6,10 +6,13 @@ from datetime import UTC, datetime
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from ca.certificate import Certificate, Role
+from ca.certificate import SKEW, Certificate, Role
 from mesh import describe_plan
 from mesh.gossip.advert import (
+    MAX_WANTS,
     Advert,
     Device,
     Holding,
@@ -17,6 +20,7 @@ from mesh.gossip.advert import (
     SeenLink,
     SignedAdvert,
     Wanted,
+    in_time,
 )
 from mesh.gossip.anti_entropy import key_of
 from mesh.gossip.events import AdvertHeard, LinkDown, Mine
@@ -57,8 +61,8 @@ def link(peer, rtt=10, state=0, **more):
 def view_of(suspects=(), **nodes):
     """``A={...}``: fields of its advert, besides ``roles`` and ``memory``."""
     table = Table("A", 1)
-    for peer, given in nodes.items():
-        fields = dict(given)
+    for peer, said in nodes.items():
+        fields = dict(said)
         roles = fields.pop("roles", (Role.SERVE, Role.USE))
         memory = fields.pop("memory", GB)
         devices = fields.pop("devices", (Device(name="NPU"), Device(name="CPU", offered=memory)))
@@ -84,6 +88,27 @@ def test_the_newest_want_counts_and_only_of_nodes_that_may_say_so():
     assert [w.replicas for w in newest_wants(view)] == [2]
     gone = view_of(A={"wants": (wanted(3),)}, B={"wants": (wanted(4, replicas=0),)})
     assert wants_in(gone) == () and len(newest_wants(gone)) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    claimed=st.lists(st.integers(1, 2**63 - 1) | st.integers(-10, 10), max_size=MAX_WANTS),
+    minutes=st.floats(-3.0, 3.0),
+)
+def test_no_version_wins_for_ever(claimed, minutes):
+    """Whatever a peer claims, what a user publishes afterwards counts, and two minutes later even
+    where the clock is two minutes slow."""
+    now = 1_800_000_000.0
+    near = int((now + 60 * minutes) * 1000)
+    theirs = [wanted(v if v > 10 else near + v, "Z", replicas=1) for v in claimed]
+    believed = in_time(theirs, now)
+    assert all(w.version <= (now + SKEW) * 1000 for w in believed)
+    assert all(w in believed for w in theirs if w.version <= now * 1000)
+    known = max((w.version for w in believed), default=0)
+    ours = wanted(max(int(now * 1000), 1 + known), "A", replicas=3)
+    assert in_time([ours], now + 0.001) == (ours,)
+    view = view_of(A={"wants": (ours,)}, B={"wants": believed})
+    assert [w.replicas for w in newest_wants(view)] == [3]
 
 
 def test_machines_are_those_that_offer_memory_and_may_serve():

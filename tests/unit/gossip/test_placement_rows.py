@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import trio
 from pydantic import ValidationError
 
 from mesh.gossip.advert import (
@@ -20,6 +21,8 @@ from mesh.gossip.advert import (
     open_advert,
     sign_advert,
 )
+from mesh.gossip.knowledge import Knowledge
+from mesh.gossip.membership import Table
 
 
 def wanted(**changes):
@@ -108,3 +111,20 @@ def test_links_are_left_out_before_what_is_held(authority):
 def test_a_want_with_impossible_numbers_is_refused(wrong):
     with pytest.raises(ValidationError):
         wanted(**wrong)
+
+
+def test_wants_of_the_far_future_are_passed_on_but_not_believed(authority, trust):
+    async def main():
+        knowledge = Knowledge(
+            Table("ME", 1), trust, on_effect=lambda _: None, on_change=lambda: None
+        )
+        author = authority.identity("desk-7")
+        soon, never = int((time.time() + 60) * 1000), 2**63 - 1
+        wants = (wanted(name="a", version=never), wanted(name="b", version=soon))
+        signed = sign_advert(author, Advert(boot=1, sequence=1, beat=10.0, wants=wants))
+        assert knowledge.take_advert(signed.envelope)
+        known = knowledge.table.entries[author.peer_id].signed
+        assert [w.name for w in known.advert.wants] == ["b"]
+        assert known.envelope == signed.envelope
+
+    trio.run(main)

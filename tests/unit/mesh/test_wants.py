@@ -8,6 +8,8 @@ from mesh.config import parse_size
 from mesh.gossip.advert import MAX_WANTS, Wanted
 from mesh.wants import OwnWants
 
+NOW = 1_800_000_000.0
+
 
 def wanted(name="m", **changes):
     fields = {
@@ -29,18 +31,24 @@ def wanted(name="m", **changes):
 
 def test_they_are_kept(tmp_path):
     path = tmp_path / "wants.json"
-    own = OwnWants(path)
+    own = OwnWants(path, NOW)
     own.put(wanted())
     own.put(wanted("n", replicas=2))
     own.put(wanted(version=2, replicas=0))
-    assert [(w.name, w.version) for w in OwnWants(path)] == [("m", 2), ("n", 1)]
+    assert [(w.name, w.version) for w in OwnWants(path, NOW)] == [("m", 2), ("n", 1)]
     for broken in ("", "[", "[{}]", '{"a": 1}', "7"):
         path.write_text(broken)
-        assert list(OwnWants(path)) == []
+        assert list(OwnWants(path, NOW)) == []
+
+
+def test_what_a_wrong_clock_has_dated_is_dated_anew(tmp_path):
+    OwnWants(tmp_path / "wants.json", NOW).put(wanted(version=int(2 * NOW * 1000)))
+    again = OwnWants(tmp_path / "wants.json", NOW)
+    assert [w.version for w in again] == [NOW * 1000]
 
 
 def test_there_is_room_for_some_and_withdrawn_ones_make_room(tmp_path):
-    own = OwnWants(tmp_path / "wants.json")
+    own = OwnWants(tmp_path / "wants.json", NOW)
     for number in range(MAX_WANTS):
         own.put(wanted(f"m{number}"))
     with pytest.raises(ValueError, match="not more"):
