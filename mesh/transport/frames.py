@@ -11,8 +11,9 @@ A frame is one fragment of a message::
     payload  u32   bytes of the payload, at most MAX_PAYLOAD
     -- then a piece of body + payload
 
-Large messages are cut so that others pass between the pieces. Every size is checked before room is
-made for it, and room is made only for bytes that have come. The body is CBOR without tags, without
+Large messages are cut so that others pass between the pieces; those under way at once on a lane
+have at most MAX_IN_PIECES bytes together. Every size is checked before room is made for it, and
+room is made only for bytes that have come. The body is CBOR without tags, without
 indefinite lengths and of bounded depth; the payload (a tensor, a piece of a file) is left alone: a
 message that fits one fragment hands it on as a view of what was received.
 """
@@ -37,7 +38,9 @@ MAX_BODY = 8 << 20
 MAX_PAYLOAD = 32 << 20
 MAX_DEPTH = 16  # nesting of a body
 MAX_ITEMS = 1 << 20  # in a body
-MAX_MESSAGES_IN_PIECES = 4  # under way at once on one lane
+# Under way at once on one lane; a single message always fits.
+MAX_MESSAGES_IN_PIECES = 4
+MAX_IN_PIECES = MAX_BODY + MAX_PAYLOAD  # bytes
 _HEADER = struct.Struct(">IBBQ")
 _SIZES = struct.Struct(">II")
 _AFTER_LENGTH = _HEADER.size - 4
@@ -279,6 +282,12 @@ class Assembler:
             return Frame(fragment.kind, fragment.number, piece[:body_size], piece[body_size:], end)
         if len(piece) >= total or len(self._unfinished) >= MAX_MESSAGES_IN_PIECES:
             raise MalformedFrame("too many messages in pieces, or pieces too many")
+        under_way = sum(message.total for message in self._unfinished.values())
+        if under_way + total > MAX_IN_PIECES:
+            raise MalformedFrame(
+                f"messages of {under_way + total} bytes in pieces at once, where at most "
+                f"{MAX_IN_PIECES} are allowed"
+            )
         unfinished = self._unfinished[key] = _Unfinished(body_size, total)
         unfinished.content += piece
         return None

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from libp2p.stream_muxer.exceptions import (
 
 from mesh.transport.errors import LinkClosed, MalformedFrame
 from mesh.transport.frames import (
+    MAX_IN_PIECES,
     MAX_MESSAGES_IN_PIECES,
     PIECE,
     Assembler,
@@ -221,6 +222,32 @@ class BufferedLaneStream(_FragmentSource):
         return len(self._waiting)
 
 
+class _InPieces:
+    """What a peer takes of long messages at once, as ``frames`` says; first come, first served."""
+
+    def __init__(self) -> None:
+        self._turn = trio.Lock()
+        self._messages = self._bytes = 0
+        self._one_ended = trio.Event()
+
+    @asynccontextmanager
+    async def one_of(self, size: int) -> AsyncIterator[None]:
+        """Around sending a message of so many bytes."""
+        size = min(size, MAX_IN_PIECES)  # a larger one is refused when it is cut
+        async with self._turn:
+            while self._messages >= MAX_MESSAGES_IN_PIECES or self._bytes + size > MAX_IN_PIECES:
+                self._one_ended = trio.Event()
+                await self._one_ended.wait()
+            self._messages += 1
+            self._bytes += size
+        try:
+            yield
+        finally:
+            self._messages -= 1
+            self._bytes -= size
+            self._one_ended.set()
+
+
 class LanePort:
     """One lane of one link: sends messages in pieces, and receives whole ones."""
 
@@ -231,7 +258,7 @@ class LanePort:
         self._next_incoming: LaneStream | None = None
         self._next_ready = trio.Event()
         self._turn = trio.Lock()
-        self._long_messages = trio.Semaphore(MAX_MESSAGES_IN_PIECES)
+        self._in_pieces = _InPieces()
         self._assembler = Assembler()
 
     # -- sending ------------------------------------------------------------------------------
@@ -254,9 +281,9 @@ class LanePort:
         if self.try_send(kind, number, body, payload, end=end):
             return
         frames = encode(kind, number, body, payload, end=end)
-        long = len(body) + len(payload) > PIECE
+        size = len(body) + len(payload)
         try:
-            async with self._long_messages if long else nullcontext():
+            async with self._in_pieces.one_of(size) if size > PIECE else nullcontext():
                 await self._send_pieces(frames, kind, number)
         except BROKEN as error:
             raise LinkClosed("the link broke while sending") from error

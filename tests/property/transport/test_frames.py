@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, cast
 
 import cbor2
 import pytest
+import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,8 +17,10 @@ from mesh.transport.frames import (
     MAX_BODY,
     MAX_DEPTH,
     MAX_FRAME,
+    MAX_IN_PIECES,
     MAX_ITEMS,
     MAX_MESSAGES_IN_PIECES,
+    MAX_PAYLOAD,
     PIECE,
     Assembler,
     Frame,
@@ -28,6 +31,7 @@ from mesh.transport.frames import (
     encode_abort,
     encode_body,
 )
+from mesh.transport.lanes import Lane, LanePort
 from mesh.transport.notes import MAX_UNREAD, NoteDesk
 
 kinds = st.sampled_from([FrameKind.ITEM, FrameKind.CALL, FrameKind.NOTE])
@@ -88,6 +92,48 @@ def test_pieces_of_several_messages_interleave() -> None:
     data = b"".join(bytes(part) for turn in zip(*cut, strict=True) for f in turn for part in f)
     frames = receive(data, [])
     assert [bytes(f.payload) for f in sorted(frames, key=lambda f: f.number)] == payloads
+
+
+def test_messages_in_pieces_are_bounded_together() -> None:
+    assembler = Assembler()
+
+    def begin(number: int, size: int) -> None:
+        first = next(encode(FrameKind.ITEM, number, b"", bytes(size)))
+        (fragment,) = FrameReader().feed(b"".join(map(bytes, first)))
+        assert assembler.add(fragment) is None
+
+    begin(1, MAX_PAYLOAD)
+    begin(2, MAX_BODY)
+    with pytest.raises(MalformedFrame, match=f"at most {MAX_IN_PIECES} are allowed"):
+        begin(3, PIECE + 1)
+
+
+def test_a_sender_keeps_to_what_is_taken_in_pieces() -> None:
+    payloads = [bytes([n]) * (12 << 20) for n in range(6)]
+    reader, assembler = FrameReader(), Assembler()
+    came: list[Frame] = []
+
+    class Stream:
+        def has_room(self) -> bool:
+            return False  # so that every message waits for its turn with every piece
+
+        async def wait_room(self) -> None:
+            await trio.lowlevel.checkpoint()
+
+        def write_now(self, parts: Any) -> None:
+            for fragment in reader.feed(b"".join(parts)):
+                frame = assembler.add(fragment)
+                if frame is not None:
+                    came.append(frame)
+
+    async def main() -> None:
+        port = LanePort(Lane.BULK, cast(Any, Stream()))
+        async with trio.open_nursery() as nursery:
+            for number, payload in enumerate(payloads):
+                nursery.start_soon(port.send, FrameKind.ITEM, number, b"", payload)
+
+    trio.run(main)
+    assert [bytes(f.payload) for f in sorted(came, key=lambda f: f.number)] == payloads
 
 
 def test_aborted_message_leaves_nothing() -> None:
