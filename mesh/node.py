@@ -21,7 +21,6 @@ from ca.files import KEY_FILE
 from ca.naming import Role
 from inference.errors import GenerationError
 from inference.generation import GenerateRequest
-from inference.store.errors import StoreError
 from inference.store.manifest import ModelManifest
 from inference.store.store import ModelStore
 from mesh import describe, describe_plan
@@ -227,7 +226,10 @@ class Node:
             nursery.start_soon(self._recheck)
             await self._load(nursery)
             store = ModelStore(config.models)
-            shelf = Shelf(store)
+            shelf = Shelf(
+                store,
+                in_use=lambda: {(h.digest, h.first, h.last) for h in self._holdings.announced},
+            )
             source = ModelSource(
                 store,
                 shelf,
@@ -421,18 +423,15 @@ class Node:
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"]))
             raise ValueError(f"{name}: {first['msg']}") from error
-        except (StoreError, OSError) as error:
+        except OSError as error:
             raise ValueError(str(error)) from error
         return await self.plan_of(asked.model, "")
 
     async def plan_of(self, model: str | None, what_if: str) -> dict[str, Any]:
         view = self._gossip.view
         extra = None
-        try:
-            if model is not None and all(w.name != model for w in wants_in(view)):
-                extra = await self._placing.described(model)
-        except StoreError as error:
-            raise ValueError(str(error)) from error
+        if model is not None and all(w.name != model for w in wants_in(view)):
+            extra = await self._placing.described(model)
         layout = await self._placing.plan_for(partial(describe_plan.what_if, view, what_if), extra)
         return describe_plan.plan(view, layout, model)
 

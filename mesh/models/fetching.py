@@ -20,7 +20,6 @@ import trio
 from inference.store.errors import StoreError
 from inference.store.ir import inspect
 from inference.store.manifest import MANIFEST_FILE, ModelManifest
-from inference.store.store import need_space
 from mesh.identity import PeerId
 from mesh.models.offer import (
     CHUNK,
@@ -98,6 +97,7 @@ class PeerFetch:
         folder = self._shelf.folder(call.digest)
         manifest = parse_manifest(offer.body.manifest, folder, call.digest)
         try:
+            await trio.to_thread.run_sync(self._shelf.make_room, call.digest, offer.size)
             missing = await trio.to_thread.run_sync(_prepare, folder, offer)
             await self._download(call, offer, able, folder, missing, progress)
             await trio.to_thread.run_sync(_finish, folder, offer, manifest)
@@ -220,9 +220,8 @@ def _partial(folder: Path, path: str) -> Path:
 
 
 def _prepare(folder: Path, offer: Offer) -> list[_Piece]:
-    """Make room for the files; the pieces that are not here yet, or not right."""
+    """Make the files; the pieces that are not here yet, or not right."""
     folder.mkdir(parents=True, exist_ok=True)
-    need_space(folder, offer.size)
     missing = []
     for number, file in enumerate(offer.body.files):
         target, partial = folder / file.path, _partial(folder, file.path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from contextlib import AsyncExitStack
 
@@ -274,3 +275,14 @@ def test_a_peer_that_offers_other_files_under_the_models_name_is_not_believed(tm
             assert same(tmp_path / "good" / "made-up", fetched.path, path)
 
     run(tmp_path, authority, main)
+
+
+def test_an_offer_of_layers_that_were_removed_is_not_made_again(tmp_path):
+    manifest = put_model(tmp_path)
+    shelf = Shelf(ModelStore(tmp_path))
+    shelf.offer(manifest.digest, 1, 3)
+    assert shelf.made(manifest.digest, 1, 3) is not None
+    shutil.rmtree(manifest.path / ".stages")
+    assert shelf.made(manifest.digest, 1, 3) is None
+    with pytest.raises(StoreError):  # they would be cut again, if this were a real model
+        shelf.offer(manifest.digest, 1, 3)
