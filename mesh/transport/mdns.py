@@ -153,5 +153,5 @@ class LocalDiscovery:
             addresses.append(text)
             peer = named
         if addresses:
-            logger.info("found %s on the local network", peer)
+            logger.debug("found %s on the local network", peer)
             self._found(PeerId(peer), addresses)

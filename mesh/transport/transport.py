@@ -27,7 +27,7 @@ from mesh.transport.errors import DialError, ListenError, NotAdmitted
 from mesh.transport.frames import FrameKind, encode_body
 from mesh.transport.host import build_host, key_pair_of
 from mesh.transport.kademlia import Lookup
-from mesh.transport.keeper import MAX_KEPT, Keeper
+from mesh.transport.keeper import Keeper
 from mesh.transport.link import Link
 from mesh.transport.linkbench import ECHO, SINK, SOURCE, BenchServices
 from mesh.transport.links import LinkDown, LinkEvent, Links, LinkUp
@@ -47,6 +47,8 @@ from mesh.transport.serving import Handler, Services, StreamHandler
 from mesh.transport.topics import Topics, Validator
 
 logger = logging.getLogger(__name__)
+
+MAX_SIGHTINGS = 256  # nodes seen on the local network that are remembered
 
 
 @dataclass(frozen=True)
@@ -220,10 +222,13 @@ class Transport:
             nursery.start_soon(discovery.run, self.addresses)
 
     def _found(self, peer: PeerId, addresses: Sequence[str]) -> None:
-        # A bounded memory: what answers to mDNS is unproved until the handshake.
-        if peer in self._sightings or len(self._sightings) < MAX_KEPT:
-            self._sightings[peer] = tuple(addresses)
-        self._keeper.keep(peer, addresses)
+        # What answers to mDNS is unproved until the handshake: those who proved it stay longest.
+        self._sightings.pop(peer, None)
+        if len(self._sightings) >= MAX_SIGHTINGS:
+            oldest = next((p for p in self._sightings if p not in self.links), None)
+            del self._sightings[oldest or next(iter(self._sightings))]
+        self._sightings[peer] = tuple(addresses)
+        self._keeper.suggest(peer, addresses)
 
     @property
     def sightings(self) -> Mapping[PeerId, tuple[str, ...]]:

@@ -15,7 +15,15 @@ from typing import Any, ClassVar
 import pytest
 import trio
 
-from mesh.transport import LinkDown, LinkUp, ListenError, Transport, TransportConfig
+from mesh.transport import (
+    LinkDown,
+    LinkUp,
+    ListenError,
+    LivenessPolicy,
+    Transport,
+    TransportConfig,
+)
+from mesh.transport.keeper import MAX_CANDIDATES
 from mesh.transport.netwatch import watch_network
 from mesh.transport.portmap import PortMapping
 
@@ -99,6 +107,36 @@ def test_mdns_finds_own_network_only(network: Any, make_authority: Any, tmp_path
             assert set(a.links) == {b.peer_id}
             assert set(b.links) == {a.peer_id}
             assert not stranger.links
+
+    trio.run(main)
+
+
+def test_strangers_on_the_local_network_take_no_places_of_peers(network: Any) -> None:
+    nowhere = "/ip4/127.0.0.1/udp/9/quic-v1/p2p/"
+    strangers = [network.identity(f"stranger-{n}").peer_id for n in range(MAX_CANDIDATES + 10)]
+
+    async def main() -> None:
+        config = TransportConfig(listen=(LOOPBACK,))
+        async with (
+            network.open("a", config) as a,
+            network.open("b", config) as b,
+            network.open("c", config) as c,
+        ):
+            await a.connect(b.addresses[0])
+            await wait_linked(a)
+            await trio.sleep(0.1)
+            for stranger in strangers:
+                a._found(stranger, [nowhere + stranger])
+            a._found(b.peer_id, [nowhere + b.peer_id])  # passed off as the place of b
+            assert set(a.known_peers) == {b.peer_id}, "what was only heard is remembered"
+            assert nowhere + b.peer_id not in a.known_peers[b.peer_id]
+            assert len(a._keeper._places) == 1 + MAX_CANDIDATES
+            while not any(place.failed for place in a._keeper._places.values()):  # noqa: ASYNC110
+                await trio.sleep(0.05)
+            a._found(c.peer_id, c.addresses)
+            await wait_linked(a, 2)
+            await trio.sleep(0.1)
+            assert {b.peer_id, c.peer_id} == set(a.known_peers)
 
     trio.run(main)
 
@@ -240,7 +278,9 @@ def test_change_of_the_network_is_noticed() -> None:
 
 def test_link_that_does_not_survive_a_change_is_given_up(network: Any) -> None:
     async def main() -> None:
-        async with network.open("a") as a, network.open("b") as b:
+        # b pings once: it would be heard, and goes on sending to where a was.
+        config = TransportConfig(listen=(LOOPBACK,), liveness=LivenessPolicy(busy_ping=60.0))
+        async with network.open("a") as a, network.open("b", config) as b:
             link = await a.connect(b.addresses[0])
             await link.check(1.0)
             assert link.is_up
