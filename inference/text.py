@@ -14,7 +14,7 @@ with exactly the next character. :class:`TextStream` keeps that rule and two oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -29,30 +29,41 @@ _REPLACEMENT = "\ufffd"
 def texts_of(
     pieces: Sequence[bytes], decode_all: Callable[[list[list[int]]], list[str]]
 ) -> dict[int, bytes] | None:
-    """What each token adds to a text, where that is the same in any company; otherwise None.
+    """The bytes that each token adds to a text, where they are the same in any company and those
+    that are not UTF-8 are left out; otherwise None.
 
     ``pieces`` are the bytes of each token by the vocabulary. A detokenizer of the runtime is a
     graph that takes more than a tenth of a millisecond for any text, and that for each token of
     each client. Most vocabularies are of plain bytes, which is found out here by decoding every
-    token alone and between two others.
+    token alone and between two others, and those with parts of characters in a row.
     """
     beside = next((i for i, p in enumerate(pieces) if p[:1] == b" " and p[1:].isalpha()), None)
     if beside is None:
         return None
-    around = decode_all([[beside, i, beside] for i in range(len(pieces))])
-    alone = decode_all([[i] for i in range(len(pieces))])
-    other = pieces[beside].decode()
-    texts: dict[int, bytes] = {}
-    for index, (piece, between, own) in enumerate(zip(pieces, around, alone, strict=True)):
-        if between != other + own + other:
-            return None
-        if own == piece.decode("utf-8", "ignore"):
-            texts[index] = piece  # perhaps half a character
-        elif not own:
-            texts[index] = b""  # a special token
-        else:
-            return None
-    return texts
+    single = [[i] for i in range(len(pieces))]
+    alone = decode_all(single)
+    # A special token adds nothing.
+    texts = {i: p if alone[i] or not _is_text(p) else b"" for i, p in enumerate(pieces)}
+    parts = [i for i, piece in texts.items() if not _is_text(piece)]
+    company = [[beside, i, beside] for i in texts]
+    company += [parts[at : at + size] for size in (2, 3, 4) for at in range(len(parts))]
+    found = alone + decode_all(company)
+    if all(text_of(texts, i) == text for i, text in zip(single + company, found, strict=True)):
+        return texts
+    return None
+
+
+def text_of(texts: Mapping[int, bytes], ids: Iterable[int]) -> str:
+    """The text of ``ids`` by what :func:`texts_of` has found."""
+    return b"".join([texts.get(i, b"") for i in ids]).decode("utf-8", "ignore")
+
+
+def _is_text(piece: bytes) -> bool:
+    try:
+        piece.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 class TextStream:

@@ -14,7 +14,7 @@ import openvino_genai
 
 from inference.errors import GenerationError
 from inference.store.manifest import ModelManifest
-from inference.text import texts_of
+from inference.text import text_of, texts_of
 
 # Longer than any prompt. Without a number the tokenizer cuts at a limit of its own.
 _MAX_LENGTH = 1 << 30
@@ -71,10 +71,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids`` without special tokens; bytes that are not UTF-8 are left out."""
         if self._texts is not None:
-            try:
-                return b"".join([self._texts[token] for token in ids]).decode()
-            except (UnicodeDecodeError, LookupError):
-                pass  # half a character: what becomes of its bytes is for the runtime to say
+            return text_of(self._texts, ids)
         return str(self._tokenizer.decode(list(ids))) if ids else ""
 
     def apply_chat_template(

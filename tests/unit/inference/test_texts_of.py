@@ -25,6 +25,8 @@ def test_text_that_depends_on_its_neighbours() -> None:
     assert texts(lambda ids: plain(ids).rstrip()) is None
     assert texts(lambda ids: plain(ids).replace("e.", "e")) is None
     assert texts(lambda ids: plain(ids).replace("a", "▁a")) is None
+    assert texts(lambda ids: plain(ids) if ids != [4, 5] else "?") is None  # not UTF-8, but one é
+    assert texts(lambda ids: plain(ids) if ids != [4] else "\ufffd") is None
 
 
 def test_without_a_word_to_try_them_beside() -> None:
