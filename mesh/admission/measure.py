@@ -17,6 +17,7 @@ SMOOTHING = 1 / 8  # of round trip times, as TCP does it (RFC 6298)
 JITTER_SMOOTHING = 1 / 16
 LOSS_KEPT = 0.9  # weight of what was known before, per probe
 BANDWIDTH_SMOOTHING = 0.5
+SETTLING = 3  # round trips of a link that is new; opening it stretches them, and the least counts
 STALE_PATH = 300.0  # s after which a round trip time says nothing any more
 STALE_BANDWIDTH = 3600.0  # s
 # Fewer bytes than this are not a measurement: the congestion window would still be opening.
@@ -57,6 +58,8 @@ class LinkMeasure:
             smoothed, jitter = rtt, 0.0
         else:
             smoothed = self.rtt + (rtt - self.rtt) * SMOOTHING
+            if self.probes < SETTLING:
+                smoothed = min(self.rtt, rtt)
             jitter = self.jitter + (abs(rtt - self.last_rtt) - self.jitter) * JITTER_SMOOTHING
         return replace(
             self,

@@ -6,6 +6,10 @@ import itertools
 import math
 from dataclasses import dataclass
 
+# The first round trips go while both sides have the link's opening to do, and what made it come up:
+# they can take a hundred times as long as later ones. The least of these counts.
+SETTLING = 3
+
 
 @dataclass(frozen=True)
 class LivenessPolicy:
@@ -23,6 +27,8 @@ class Liveness:
         self.rtt: float | None = None
         self._policy = policy
         self._tokens = itertools.count(1)
+        self._sent = 0
+        self._answers = 0
         self._outstanding: dict[int, float] = {}
         self._last_ping = -math.inf
         self._busy_since: float | None = None
@@ -39,7 +45,7 @@ class Liveness:
         return now - self._carried_at <= self._policy.busy_ping
 
     def _interval(self, now: float, busy: bool) -> float:
-        often = busy or self._carries(now)
+        often = busy or self._carries(now) or self._sent < SETTLING
         return self._policy.busy_ping if often else self._policy.idle_ping
 
     def ping_due(self, now: float, *, busy: bool) -> int | None:
@@ -52,6 +58,7 @@ class Liveness:
             return None
         self._last_ping = now
         token = next(self._tokens)
+        self._sent += 1
         if len(self._outstanding) >= 16:
             self._outstanding.clear()
         self._outstanding[token] = now
@@ -63,7 +70,13 @@ class Liveness:
         if sent is None:
             return None
         sample = now - sent
-        self.rtt = sample if self.rtt is None else self.rtt + (sample - self.rtt) / 8
+        self._answers += 1
+        if self.rtt is None:
+            self.rtt = sample
+        elif self._answers <= SETTLING:
+            self.rtt = min(self.rtt, sample)
+        else:
+            self.rtt += (sample - self.rtt) / 8
         return sample
 
     def is_dead(self, now: float, *, last_heard: float, busy: bool) -> bool:

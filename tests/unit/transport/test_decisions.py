@@ -164,9 +164,17 @@ def test_replaced_controller_carries_on() -> None:
 POLICY = LivenessPolicy(idle_ping=25, busy_ping=1, busy_silence=10)
 
 
-def test_pings_are_rare_when_idle_and_frequent_when_busy() -> None:
+def settled() -> Liveness:
+    """Of a link that has been up for a while at 0.0."""
     liveness = Liveness(POLICY)
-    assert liveness.ping_due(0.0, busy=False) is not None
+    for now in (-2.0, -1.0, 0.0):
+        assert liveness.next_look(now, last_heard=now, busy=False) == 0.0
+        assert liveness.ping_due(now, busy=False) is not None
+    return liveness
+
+
+def test_pings_are_rare_when_idle_and_frequent_when_busy() -> None:
+    liveness = settled()
     assert liveness.ping_due(20.0, busy=False) is None
     assert liveness.ping_due(20.0, busy=True) is not None
     assert liveness.ping_due(20.5, busy=True) is None
@@ -175,8 +183,7 @@ def test_pings_are_rare_when_idle_and_frequent_when_busy() -> None:
 
 
 def test_pings_are_frequent_while_one_way_messages_come_and_go() -> None:
-    liveness = Liveness(POLICY)
-    assert liveness.ping_due(0.0, busy=False) is not None
+    liveness = settled()
     assert liveness.carried(5.0)  # whoever waits has to look again
     assert not liveness.carried(5.2)
     assert liveness.ping_due(5.2, busy=False) is not None
@@ -200,6 +207,12 @@ def test_round_trip_is_smoothed_and_stray_pongs_are_ignored() -> None:
     assert liveness.rtt == pytest.approx(0.1)
     assert liveness.answered(token, 9.0) is None
     assert liveness.rtt == pytest.approx(0.1)
+    # The least of the first three, then steadily.
+    for now, took, rtt in ((1, 0.01, 0.01), (2, 0.3, 0.01), (30, 0.09, 0.02), (60, 0.1, 0.03)):
+        token = liveness.ping_due(float(now), busy=False)
+        assert token is not None
+        liveness.answered(token, now + took)
+        assert liveness.rtt == pytest.approx(rtt)
 
 
 def test_only_a_busy_link_dies_of_silence() -> None:
