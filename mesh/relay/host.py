@@ -1,8 +1,10 @@
 """One stage at work: frames that have arrived go through it in batches, its output goes on.
 
 Everything that has arrived from all chains is one batch: a step of the stage takes whole frames in
-order of arrival, up to a bound on tokens and at most one row per session. Each frame that went in
-comes out as a frame, so the micro-batches of a chain stay what its head made of them.
+order of arrival, up to a bound on tokens and at most one row per session. A frame that has to wait
+for the next step lets others pass, so a session of which much comes at once, as in a replay, holds
+up no other. Each frame that went in comes out as a frame, so the micro-batches of a chain stay what
+its head made of them.
 
 The stage computes in a thread; everything else here happens in the trio thread, between steps.
 """
@@ -32,7 +34,9 @@ from mesh.relay.schedule import Step
 from mesh.relay.sessions import Chain, Session, SessionTable, StageFacts
 
 MAX_STEP_TOKENS = 256  # frames are put together up to this many tokens in one step
-REPLAY_TOKENS = 128  # of one session in one frame
+# Of one session in one frame. Others wait for a step that computes it, as they do for a chunk of a
+# new prompt: it is no longer than that.
+REPLAY_TOKENS = 64
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
@@ -289,22 +293,23 @@ class StageHost:
 
     def _take(self) -> list[Frame]:
         taken: list[Frame] = []
-        sessions: set[int] = set()
+        left: deque[Frame] = deque()
+        seen: set[int] = set()  # sessions: what comes later of them stays behind
         tokens = 0
-        while self._queue:
-            frame = self._queue[0]
+        for frame in self._queue:
             frame.keep_alive()
             if frame.late or not frame.rows:
-                self._queue.popleft()
                 continue
             keys = {session.key for session, _ in frame.rows}
-            if taken and (tokens + len(frame.values) > MAX_STEP_TOKENS or sessions & keys):
-                break
-            taken.append(self._queue.popleft())
-            sessions |= keys
-            tokens += len(frame.values)
-            for session, row in frame.rows:
-                session.started = row.end
+            if taken and (tokens + len(frame.values) > MAX_STEP_TOKENS or seen & keys):
+                left.append(frame)
+            else:
+                taken.append(frame)
+                tokens += len(frame.values)
+                for session, row in frame.rows:
+                    session.started = row.end
+            seen |= keys
+        self._queue = left
         return taken
 
     def _finish(self, frames: list[Frame], result: Result) -> None:

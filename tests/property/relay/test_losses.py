@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -266,5 +267,55 @@ def test_a_stage_that_is_unloaded_hands_over_at_once(toys) -> None:
             assert head.failed
             head.end(session)
             await world.empty()
+
+    trio.run(main)
+
+
+def test_a_replay_holds_up_no_other_chain(toys) -> None:
+    """The spare of a long session goes on with its own sessions between the pieces."""
+
+    async def main() -> None:
+        async with toys.open_world() as world:
+            one, other = [await world.add(name, 0, 2, 4) for name in ("a", "b")]
+            lost, spare = [await world.add(name, 2, 4, 4) for name in ("c", "d")]
+            world.stages[spare].seconds = 0.003
+            long = toys.Ask([n % 64 for n in range(450)], 40)
+            beside = toys.Ask([1, 2, 3], 120)
+            steps: list[int] = []  # of the spare, at each token of the session beside
+            begun = trio.Event()
+
+            async def tokens(head, ask, each) -> list[int]:
+                session = ask.session()
+                await head.start(session)
+                found: list[int] = []
+                while True:
+                    drawn = await session.get()
+                    found.append(drawn.token)
+                    each(len(found))
+                    if drawn.reason is not None:
+                        head.end(session)
+                        return found
+
+            def count(_: int) -> None:
+                steps.append(world.hosts[spare].steps)
+                begun.set()
+
+            def lose(made: int) -> None:
+                if made == 5:
+                    world.stages[spare].seconds = 0.01  # what comes meanwhile has to wait
+                    world.kill(lost)
+
+            async def first() -> None:
+                assert await tokens(world.head(one, lost), long, lose) == long.expected(4)
+
+            async def second() -> None:
+                assert await tokens(world.head(other, spare), beside, count) == beside.expected(4)
+
+            with trio.fail_after(20):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(second)
+                    await begun.wait()
+                    nursery.start_soon(first)
+            assert max(b - a for a, b in itertools.pairwise(steps)) <= 3
 
     trio.run(main)
