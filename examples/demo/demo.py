@@ -155,10 +155,10 @@ def play(demo: Demo, layout: dict[str, list[str]], *, once: bool) -> int:
         "--temperature", "0", "--save", response, QUESTION,
     )  # fmt: skip
     demo.run("meshnode", "verify", response, "--ca", ca / "ca.pem")
-    print("\nThe mesh answers at:")
-    for node in demo.nodes:
-        print(f"  {node.name}  {node.api}/v1")
     if not once:
+        print("\nThe mesh answers at:")
+        for node in demo.nodes:
+            print(f"  {node.name}  {node.api}/v1")
         print("Ctrl-C stops it.", flush=True)
         for node in demo.nodes:
             node.process.wait()

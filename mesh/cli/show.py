@@ -22,6 +22,7 @@ from mesh.config import NodeConfig
 
 END_TIME = 60.0  # s for a node to end that was told to; it gives others' work some seconds
 LOOK_AGAIN = 0.5  # s
+MAX_SHORT = 20  # characters of a list that stays on one line
 
 
 def status(config: NodeConfig, options: argparse.Namespace) -> int:
@@ -30,7 +31,7 @@ def status(config: NodeConfig, options: argparse.Namespace) -> int:
     if options.json:
         return _print_json(answer)
     for key, value in answer.items():
-        shown = ", ".join(map(str, value)) if isinstance(value, list) else value
+        shown = ", ".join(map(str, value)) or "nothing" if isinstance(value, list) else value
         print(f"{key.replace('_', ' '):12} {shown}")
     return Exit.OK
 
@@ -160,7 +161,9 @@ def _cell(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, list):
-        return "\n".join(printable(str(item)) for item in value)
+        items = [printable(str(item)) for item in value]
+        short = ", ".join(items)
+        return short if len(short) <= MAX_SHORT else "\n".join(items)
     return f"{value:.1f}" if isinstance(value, float) else printable(str(value))
 
 

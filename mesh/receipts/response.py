@@ -40,7 +40,14 @@ class _Content(BaseModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
-    refusal: None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _said(cls, value: Any) -> Any:
+        # Client libraries write out every field that they know of: null says nothing.
+        if isinstance(value, dict):
+            return {key: item for key, item in value.items() if item is not None}
+        return value
 
 
 class _Choice(_Shown):
@@ -188,7 +195,11 @@ def _read(data: bytes) -> _Body:
         if text.startswith("{"):
             return _Body.model_validate(_json(text))
         return _merge([_Body.model_validate(event) for event in _events(text)])
-    except (ValidationError, ValueError, RecursionError) as error:
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the whole"
+        raise ReceiptError("malformed", f"not a saved response: {where}: {first['msg']}") from error
+    except (ValueError, RecursionError) as error:
         raise ReceiptError("malformed", f"not a saved response: {error}") from error
 
 

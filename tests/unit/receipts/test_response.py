@@ -165,6 +165,18 @@ def test_a_changed_stream_fails(authority: Any, tell: Callable[..., Any]) -> Non
     assert failure(authority, "\n\n".join(late)) == "malformed"
 
 
+def test_what_a_client_library_has_written_out_holds(
+    authority: Any, tell: Callable[..., Any]
+) -> None:
+    response = chat(tell("one"))
+    response["choices"][0]["message"].update(tool_calls=None, audio=None, annotations=None)
+    check(authority, response)
+    response["choices"][0]["message"]["audio"] = {"data": "another text"}
+    with pytest.raises(ReceiptError, match=r"choices\.0\.message\.audio: Extra") as caught:
+        check(authority, response)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_key_that_is_there_twice_is_refused(authority: Any, tell: Callable[..., Any]) -> None:
     """Which of the two a reader is shown depends on the reader."""
     text = json.dumps(chat(tell("one")))
