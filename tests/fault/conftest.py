@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -143,7 +142,7 @@ def take_all(heard: Heard, response: httpx2.Response, on_token: Callable[[int], 
 
 
 class NotApart(Exception):
-    """Both clients have got the same node where they should have got different ones."""
+    """Both clients have got this node, where they should have got different ones."""
 
 
 class Enough(Exception):
@@ -192,10 +191,12 @@ class Beside(threading.Thread):
         assert len(heard.at) > count
         calm, after = heard.longest_pause(0, count), heard.longest_pause(count - 1)
         print(f"the client beside paused for {after:.2f} s, before {calm:.2f} s")
-        # Twice the usual, or what two cores that run seven nodes may take anyway, longer where
-        # others want the machine too. Who waits for others' losses to be noticed and mended waits
-        # longer: 1.5 s for a hang.
-        assert after < max(2 * calm, crowd())
+        # Twice the longest before, or, since that is sometimes of a few tokens only, half a second:
+        # seven nodes share two cores, and what this client waits for is a core. Its pauses lie
+        # anywhere in the seconds after, not where the loss is mended, and after a hang, whose
+        # victim computes nothing, they are as short as before. Who waits for others' losses to be
+        # noticed waits longer, 0.8 s for a kill and 1.5 s for a hang.
+        assert after < max(2 * calm, 0.5 * crowd())
 
 
 class Mesh:
@@ -394,11 +395,18 @@ class Mesh:
         """
         if apart is None:
             return self._hurt(faults, tokens, sampling)
-        for _ in range(5):
-            with suppress(NotApart):
+        for attempt in range(5):
+            try:
                 return self._hurt_beside(faults, tokens, sampling, apart)
-            # Whoever looked slow, or far away, a moment ago is looked at again.
-            time.sleep(2.0)
+            except NotApart as both:
+                other = self.twin(str(both))
+            # It looks so slow, or far away, that it is better to wait for its twin: it measured
+            # itself, or was measured, while others had the machine.
+            if attempt and self.nodes[other].api:
+                self.nodes[other].stop()
+                self.bring(other)
+            else:
+                time.sleep(2.0)
         pytest.fail("both clients always get the same node")
 
     def _hurt_beside(
@@ -422,7 +430,7 @@ class Mesh:
         def check(workers: list[str]) -> None:
             queued.cancel()
             if beside.enough.is_set() or workers[apart] == beside.workers[apart]:
-                raise NotApart
+                raise NotApart(workers[apart])
 
         beside.start()
         try:
