@@ -31,6 +31,10 @@ def read_bundle(data: bytes) -> tuple[bytes, ...]:
         raise CertificateError(
             Reason.MALFORMED, f"more than {MAX_BUNDLE_CERTIFICATES} certificates in one file"
         )
+    if b"-----BEGIN CERTIFICATE REQUEST-----" in data:
+        raise CertificateError(
+            Reason.MALFORMED, "there is a request in it, which the CA has to sign: `meshca issue`"
+        )
     if b"-----BEGIN CERTIFICATE-----" not in data:
         raise CertificateError(Reason.MALFORMED, "there is no PEM certificate in it")
     parsed = guarded("the PEM file", lambda: x509.load_pem_x509_certificates(data))

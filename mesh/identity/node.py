@@ -142,7 +142,10 @@ def _read_certificates(path: Path) -> tuple[bytes, ...]:
     try:
         return read_bundle(read_bounded(path, MAX_BUNDLE_BYTES))
     except FileNotFoundError:
-        raise CertificateFileError(f"there is no certificate at {path}") from None
+        raise CertificateFileError(
+            f"there is no certificate at {path}; `meshnode init` makes a request for one, which "
+            "the CA signs"
+        ) from None
     except OSError as error:
         raise CertificateFileError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:

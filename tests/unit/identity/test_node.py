@@ -97,6 +97,7 @@ def test_two_cas_are_trusted_when_both_are_there(home, acme, make_authority):
         (b"\0" * 100, "no PEM certificate"),
         (b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n", "cannot be read"),
         (b"-----BEGIN CERTIFICATE-----\n", "cannot be read"),
+        (b"-----BEGIN CERTIFICATE REQUEST-----\n", "a request in it, which the CA has to sign"),
         (b"x" * 70_000, "larger"),
     ],
 )
