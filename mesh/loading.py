@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,14 @@ from inference.paged import StageConfig, UnsupportedModel
 from inference.split import STAGE_FILE, SplitError, read_splittable
 from inference.stage import Part, Stage, StageRefusal, StepBatch
 from inference.static_stage import StaticConfig, StaticStage
+from inference.store.errors import StoreError
 from inference.store.manifest import ModelManifest
 from inference.tokenizer import Tokenizer
 from mesh.config import NodeConfig
 from mesh.holdings import PROBE_PROMPT, PROBE_STEPS
+from mesh.models import room
 from mesh.relay.compute import StageEngine
 
-STAGES = ".stages"  # folder in a model's folder, for what was cut from it
 # A stage of a chain rests between its turns, and is slower after that than when it computes all the
 # time: its threads sleep, and the caches fill with other things.
 TURN = 0.005  # s
@@ -66,9 +68,14 @@ async def open_stage(
 
     def load() -> tuple[StageEngine, dict[str, float]]:
         # The same bytes wherever they are made, so nodes of one machine can share them.
-        folder = manifest.path / STAGES / f"{first}-{last}"
+        folder = manifest.path / room.STAGES / f"{first}-{last}"
         files = (folder / STAGE_FILE, (folder / STAGE_FILE).with_suffix(".bin"))
-        if not all(file.exists() for file in files):
+        if all(file.exists() for file in files):
+            room.used(folder)
+        else:
+            weights = (manifest.path / STAGE_FILE).with_suffix(".bin").stat().st_size
+            with suppress(StoreError):  # what nobody uses any more goes; this is wanted in any case
+                room.for_cut(manifest.path, manifest.digest, weights, ())
             read_splittable(manifest.file(MODEL_FILE)).write(first, last, folder)
         stage = _read_stage(files[0], manifest, config, kv_bytes, context)
         return stage, measure_stage(stage)

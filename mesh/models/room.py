@@ -31,7 +31,10 @@ _log = logging.getLogger(__name__)
 
 STAGES = ".stages"
 RESERVE = 1 << 30  # bytes of the disk that stay free
-MOST_CUTS = 4  # times the size of a model's weights: what was cut from it
+# What was cut from a model takes at most so many times the size of its weights, or so many bytes if
+# that is more: of a small model the embedding is the most, and many stages have it.
+MOST_CUTS = 4
+SMALL = 4 << 30
 RECENT = 300.0  # s since its last use in which nothing is removed
 
 Layers = tuple[str, int, int]  # digest of the model, first, last
@@ -72,7 +75,7 @@ def for_cut(model: Path, digest: str, weights: int, in_use: Collection[Layers]) 
     _sweep(model / STAGES)
     found = _stages(model, digest, in_use)
     cut = sum(leftover.size for leftover, _ in found)
-    most = MOST_CUTS * weights
+    most = max(MOST_CUTS * weights, SMALL)
 
     def fits() -> bool:
         return cut + weights <= most and _free(model) >= weights + RESERVE

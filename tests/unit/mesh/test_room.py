@@ -13,6 +13,7 @@ from inference.store.errors import StoreError
 from mesh.models import room
 
 MB = 1 << 20
+GB = 1 << 30
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def disk(monkeypatch):
     return free
 
 
-def put_stage(model: Path, first: int, last: int, *, age: float, size: int = MB, mark=False):
+def put_stage(model: Path, first: int, last: int, *, age: float, size: int = GB, mark=False):
     folder = model / room.STAGES / f"{first}-{last}"
     folder.mkdir(parents=True)
     with (folder / "openvino_model.bin").open("wb") as file:
@@ -48,21 +49,21 @@ def ranges(model: Path) -> set[str]:
 def test_of_what_was_cut_the_longest_unused_goes_and_what_is_loaded_stays(tmp_path, disk):
     for number, age in enumerate((900, 800, 700, 600)):
         put_stage(tmp_path, number, number + 1, age=age)
-    room.for_cut(tmp_path, "d", MB, {("d", 0, 1), ("other", 1, 2)})
+    room.for_cut(tmp_path, "d", GB, {("d", 0, 1), ("other", 1, 2)})
     assert ranges(tmp_path) == {"0-1", "2-3", "3-4"}
     assert room.used(tmp_path / room.STAGES / "2-3")
     assert not room.used(tmp_path / room.STAGES / "1-2")
     put_stage(tmp_path, 4, 5, age=400)
-    room.for_cut(tmp_path, "d", MB, {("d", 0, 1)})
+    room.for_cut(tmp_path, "d", GB, {("d", 0, 1)})
     assert ranges(tmp_path) == {"0-1", "2-3", "4-5"}, "what was used just now stays"
 
 
 def test_who_asks_for_ever_new_ranges_gets_no_more_room(tmp_path, disk):
     for number in range(room.MOST_CUTS):
-        room.for_cut(tmp_path, "d", MB, ())
+        room.for_cut(tmp_path, "d", GB, ())
         put_stage(tmp_path, number, number + 1, age=0)
-    with pytest.raises(StoreError, match="4 MB of at most 4 MB are taken"):
-        room.for_cut(tmp_path, "d", MB, ())
+    with pytest.raises(StoreError, match="4096 MB of at most 4096 MB are taken"):
+        room.for_cut(tmp_path, "d", GB, ())
     assert len(ranges(tmp_path)) == room.MOST_CUTS
 
 
