@@ -451,8 +451,10 @@ class Node:
 
     async def bench(self, peer: str, report: Callable[[float, str], None]) -> dict[str, Any]:
         named = [n.peer for n in self._gossip.view.nodes.values() if peer in (n.peer, n.name)]
+        if not named:
+            raise ValueError(f"no node is called {peer!r}")
         try:
-            link = await self._answering.reach(named[0] if named else PeerId(peer))
+            link = await self._answering.reach(named[0])
             return (await measure_link(link, progress=report)).as_json()
         except TransportError as error:
             raise ValueError(f"{peer}: {error}") from error

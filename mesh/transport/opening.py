@@ -35,15 +35,13 @@ class Refused(DialError):
 
 
 async def _first_frame(stream: LaneStream) -> Frame:
-    """The first message on a stream; what came with it stays there."""
-    assembler = Assembler()
-    while True:
-        fragments = await stream.receive()
-        for position, fragment in enumerate(fragments):
-            frame = assembler.add(fragment)
-            if frame is not None:
-                stream.push_back(fragments[position + 1 :])
-                return frame
+    """The first message on a stream, a short one; what came with it stays there."""
+    first, *rest = await stream.receive()
+    frame = Assembler().add(first)
+    if frame is None:
+        raise MalformedFrame("the first message comes in pieces")
+    stream.push_back(rest)
+    return frame
 
 
 # -- the side that dialled ------------------------------------------------------------------------
