@@ -134,7 +134,7 @@ def test_what_if_and_taking_back(nodes: list[Any], demo_model: ModelManifest) ->
     assert done.returncode == 0, done.stderr
     model = json.loads(done.stdout)["models"][0]
     assert ["added-1"] in [[s["name"] for s in chain["stages"]] for chain in model["chains"]]
-    assert node.cli("plan", "--what-if", "remove:nobody").returncode == 1
+    assert node.cli("plan", "--what-if", "remove:nobody").returncode == 2
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(complete, node, demo_model.name, max_tokens=150, ignore_eos=True)
         eventually(lambda: busy(node), 20)
