@@ -76,8 +76,10 @@ class LocalNode:
         try:
             response = self.http.request(method, path, **arguments)
         except httpx2.TransportError as error:
+            slow = isinstance(error, httpx2.ReadTimeout)
             raise CommandError(
-                Exit.NOT_RUNNING, f"the node in {self.home} does not answer: {error}"
+                Exit.TIMEOUT if slow else Exit.NOT_RUNNING,
+                f"the node in {self.home} does not answer: {error}",
             ) from error
         if response.status_code >= 400:
             code = exits.get(response.status_code, Exit.FAILED)

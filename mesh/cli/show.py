@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import psutil
 from rich.console import Console
 from rich.table import Table
@@ -20,6 +21,7 @@ from mesh.cli.local import local_node, node_within
 from mesh.cli.terminal import printable
 from mesh.config import NodeConfig
 
+ANSWER_TIME = 15.0  # s that a node may take to hear that it is to stop
 END_TIME = 60.0  # s for a node to end that was told to; it gives others' work some seconds
 LOOK_AGAIN = 0.5  # s
 MAX_SHORT = 20  # characters of a list that stays on one line
@@ -65,6 +67,7 @@ def discover(config: NodeConfig, options: argparse.Namespace) -> int:
 def stop(config: NodeConfig, options: argparse.Namespace) -> int:
     with local_node(config.home) as node:
         process = node.process()
+        node.http.timeout = httpx2.Timeout(ANSWER_TIME)
         node.post("/control/stop")
     _wait_ended(process)
     return Exit.OK
@@ -73,6 +76,7 @@ def stop(config: NodeConfig, options: argparse.Namespace) -> int:
 def drain(config: NodeConfig, options: argparse.Namespace) -> int:
     with local_node(config.home) as node:
         process = node.process()
+        node.http.timeout = httpx2.Timeout(options.timeout + ANSWER_TIME)
         done = node.post("/control/drain", timeout=options.timeout)["done"]
     print("all work has ended" if done else "what still ran was handed over", flush=True)
     _wait_ended(process)
