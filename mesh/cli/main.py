@@ -14,7 +14,14 @@ from types import ModuleType
 from typing import Any
 
 from mesh.cli.exits import CommandError, Exit
-from mesh.config import ConfigError, NodeConfig, default_home, default_models, load_config
+from mesh.config import (
+    DEFAULT_LISTEN,
+    ConfigError,
+    NodeConfig,
+    default_home,
+    default_models,
+    load_config,
+)
 
 # Settings that every command knows, and those of `start`. A flag that is not given stays None, so
 # that the environment and the file can speak.
@@ -57,23 +64,43 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
     add("--cert", metavar="PEM", help="certificate and CA chain (default: HOME/node.pem)")
     add("--api", metavar="HOST:PORT", help="HTTP endpoint (default 127.0.0.1:8000; port 0: any)")
     add("--api-key", metavar="KEY", help="demanded from clients; needed beyond loopback")
-    add("--listen", metavar="MULTIADDR", action="append", help="QUIC address, repeatable")
+    add(
+        "--listen",
+        metavar="MULTIADDR",
+        action="append",
+        help=f"QUIC, repeatable (default {DEFAULT_LISTEN})",
+    )
     add("--peer", metavar="MULTIADDR", action="append", help="a peer to dial, repeatable")
     add("--no-mdns", dest="mdns", action="store_const", const=False, help="no search on the LAN")
     add("--model", metavar="NAME", action="append", help="a model to serve whole, repeatable")
     add("--stage", metavar="MODEL:FIRST-LAST", action="append", help="layers to serve, repeatable")
     add("--device", metavar="CPU|GPU|NPU|AUTO", help="where models run (default CPU)")
     add("--engine", metavar="stage|genai", help="what runs whole models (default stage)")
-    add("--slots", type=_whole(1, 1024), metavar="N", help="sessions that an engine runs at once")
-    add("--activations", metavar="f32|f16|bf16|int8", help="between machines; f32 alone is exact")
-    add("--memory", metavar="SIZE", help="that the mesh may fill here, as in 8GB (0: none)")
-    add("--queue", type=_whole(0, 65536), metavar="N", help="requests that may wait for a slot")
+    add(
+        "--slots",
+        type=_whole(1, 1024),
+        metavar="N",
+        help="sessions of an engine at once (default 16)",
+    )
+    add(
+        "--activations",
+        metavar="f32|f16|bf16|int8",
+        help="between machines (default f32, the exact one)",
+    )
+    add(
+        "--memory",
+        metavar="SIZE",
+        help="mesh may fill, as in 8GB (default: half of the free; 0: none)",
+    )
+    add("--queue", type=_whole(0, 65536), metavar="N", help="requests that may wait (default 64)")
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="MODEL", help="a model that the mesh is to serve")
     add = parser.add_argument
-    add("--replicas", type=_replicas, metavar="N|auto", help="chains wanted; 0: stop serving it")
+    add(
+        "--replicas", type=_replicas, metavar="N|auto", help="chains wanted (auto); 0: not any more"
+    )
     add("--max-nodes", type=_whole(1, MAX_COUNT), metavar="K", help="on at most so many nodes")
     add("--context", type=_whole(16, MAX_CONTEXT), metavar="N", help="tokens of a session (4096)")
     add("--sessions", type=_whole(1, MAX_COUNT), metavar="N", help="sessions at once (4)")
@@ -202,7 +229,7 @@ def _common() -> argparse.ArgumentParser:
     common.add_argument(
         "--models", metavar="DIR", help=f"the model store of this machine (default: {models})"
     )
-    common.add_argument("--log", metavar="LEVEL", help="debug, info, warning or error")
+    common.add_argument("--log", metavar="LEVEL", help="debug, info (default), warning or error")
     return common
 
 
