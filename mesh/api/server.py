@@ -203,8 +203,14 @@ class _Connection(TCPServer):  # type: ignore[misc]
     """A connection that is over when the client has closed it, not a keep-alive timeout later."""
 
     async def _read_data(self) -> None:
-        await super()._read_data()
-        await self.idle_task.stop()
+        try:
+            await super()._read_data()
+            await self.idle_task.stop()
+        finally:
+            # Over HTTP/2 the end of an answer waits, whatever is cancelled, until it has been sent.
+            # From here on it never will be.
+            for buffer in getattr(self.protocol.protocol, "stream_buffers", {}).values():
+                await buffer.close()
 
 
 class _PatientStream:

@@ -15,7 +15,8 @@ import trio
 import trio.testing
 from h2.connection import H2Connection
 from h2.errors import ErrorCodes
-from h2.events import StreamEnded
+from h2.events import ResponseReceived, StreamEnded
+from h2.settings import SettingCodes
 
 from inference.generation import GenerateRequest, TokenEvent
 from mesh.api import AnswerEvent, BindError, Started, create_app, open_listeners, serve
@@ -295,6 +296,32 @@ def test_garbage_ends_its_own_connection_only(
 
     with caplog.at_level(logging.CRITICAL):
         trio.run(main)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_client_that_never_takes_an_answer_over_http2_does_not_keep_the_server(
+    serving: Any, node: Any, leaves: bool
+) -> None:
+    async def main() -> None:
+        client = H2Connection()
+        client.initiate_connection()
+        client.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 0})  # headers, and no body
+        names = (":method", ":path", ":scheme", ":authority")
+        values = ("GET", "/health", "http", "localhost")
+        client.send_headers(1, list(zip(names, values, strict=True)), end_stream=True)
+        with trio.fail_after(10):
+            async with serving(node) as server:
+                socket = await trio.open_tcp_stream("127.0.0.1", server.port)
+                await socket.send_all(client.data_to_send())
+                while not any(
+                    isinstance(e, ResponseReceived) for e in await receive(socket, client)
+                ):
+                    pass
+                if leaves:
+                    await socket.aclose()
+                    server.stop.set()
+
+    trio.run(main)
 
 
 def test_a_failure_of_the_protocol_code_ends_its_own_connection_only(
