@@ -24,14 +24,13 @@ PROMPT = {"prompt": "The capital of France is", "max_tokens": 12, "temperature":
 @pytest.fixture(scope="module")
 def nodes(network: Any, demo_model: ModelManifest) -> Iterator[list[Any]]:
     network.environment["MESHNODE_MODELS"] = str(demo_model.path.parent)
-    first: tuple[Any, ...] = ()
-    started = []
-    for number in range(4):
-        # Only the first one's machine has the model.
-        store = () if number == 0 else ("--models", str(network.folder / f"models-{number}"))
-        node = network.start(f"desk-{number}", "--memory", MEMORY, *store, peers=first)
-        first = first or (node,)
-        started.append(node)
+    # Only the first one's machine has the model.
+    first = network.start("desk-0", "--memory", MEMORY)
+    others = {
+        f"desk-{n}": ("--memory", MEMORY, "--models", str(network.folder / f"models-{n}"))
+        for n in (1, 2, 3)
+    }
+    started = [first, *network.start_all(others, peers=(first,))]
     done = started[0].cli("wait", "--peers", "3", "--timeout", "30")
     assert done.returncode == 0, done.stderr
     yield started

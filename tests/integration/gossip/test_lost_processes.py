@@ -68,7 +68,7 @@ def test_a_peer_that_falls_silent_is_suspect_soon_and_then_gone(on_net, tmp_path
             await address_of(child)
             for node in nodes:
                 await until(node, identity.peer_id, alive, 10)
-            await trio.sleep(3)
+            await trio.sleep(1)
             child.send_signal(how)
             times = [await until(n, identity.peer_id, suspect_or_gone, 12) for n in nodes]
             gone = [await until(n, identity.peer_id, lambda e: e is None, 6) for n in nodes]
@@ -128,7 +128,7 @@ def test_a_killed_peer_that_restarts_within_two_seconds_is_used_again(on_net, tm
             await address_of(child)
             for node in nodes:
                 await until(node, identity.peer_id, alive, 10)
-            await trio.sleep(2)
+            await trio.sleep(1)
             child.kill()
         start = time.monotonic()
         with process(tmp_path / "p", identity, net.root_der, 2, address) as child:
@@ -165,12 +165,12 @@ def test_an_idle_node_is_idle(on_net, tmp_path):
                 await address_of(child)
             for identity in identities:
                 await until(first, identity.peer_id, alive, 20)
-            await trio.sleep(3)
+            await trio.sleep(2)
             watched = [psutil.Process(child.pid) for child in children]
             before = [sum(p.cpu_times()[:2]) for p in watched]
-            await trio.sleep(10)
+            await trio.sleep(5)
             used = [sum(p.cpu_times()[:2]) - b for p, b in zip(watched, before, strict=True)]
-            percent = [100 * u / 10 for u in used]
+            percent = [100 * u / 5 for u in used]
             memory = [p.memory_info().rss / 1e6 for p in watched]
             print(f"idle: {[f'{p:.2f} %' for p in percent]}, {[f'{m:.0f} MB' for m in memory]}")
             assert max(percent) < 10
