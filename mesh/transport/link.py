@@ -379,6 +379,7 @@ class Link:
                 port.send_now(FrameKind.PONG, number)
             case FrameKind.PONG:
                 seconds = self._liveness.answered(number, self._clock())
+                self._busy_changed.set()  # a surprise makes the next one due soon
                 if seconds is not None and self.on_round_trip is not None:
                     self.on_round_trip(seconds)
             case FrameKind.SWITCH:

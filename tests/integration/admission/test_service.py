@@ -223,9 +223,10 @@ def test_a_link_that_is_found_wanting_while_it_is_used_is_tested_at_once(make_au
         link = await connect()
         await a.until(lambda: a.service.summary(link.peer).rtt is not None)
         before = a.service.summary(link.peer).rtt
-        # A ping of the link that took long, as while a request was under way.
-        link._liveness._outstanding[99] = time.monotonic() - 1.5
-        link._dispatch(link._ports[Lane.CONTROL], Frame(FrameKind.PONG, 99, b"", b""))
+        # Pings of the link that took long, one after the other, as while a request was under way.
+        for number in range(92, 100):
+            link._liveness._outstanding[number] = time.monotonic() - 1.5
+            link._dispatch(link._ports[Lane.CONTROL], Frame(FrameKind.PONG, number, b"", b""))
         after = a.service.summary(link.peer).rtt
         assert after > before and after > 0.1
         link._dispatch(link._ports[Lane.CONTROL], Frame(FrameKind.PONG, 99, b"", b""))

@@ -208,11 +208,33 @@ def test_round_trip_is_smoothed_and_stray_pongs_are_ignored() -> None:
     assert liveness.answered(token, 9.0) is None
     assert liveness.rtt == pytest.approx(0.1)
     # The least of the first three, then steadily.
-    for now, took, rtt in ((1, 0.01, 0.01), (2, 0.3, 0.01), (30, 0.09, 0.02), (60, 0.1, 0.03)):
+    for now, took, rtt in ((1, 0.01, 0.01), (2, 0.3, 0.01), (30, 0.05, 0.015), (60, 0.055, 0.02)):
         token = liveness.ping_due(float(now), busy=False)
         assert token is not None
         liveness.answered(token, now + took)
         assert liveness.rtt == pytest.approx(rtt)
+
+
+def test_what_was_on_its_way_while_the_path_was_cut_says_nothing_of_its_length() -> None:
+    def answer(at: float, took: float) -> float | None:
+        token = liveness.ping_due(at, busy=True)
+        assert token is not None
+        return liveness.answered(token, at + took)
+
+    for later, rtt in ((0.01, 0.01), (0.3, 0.3)):
+        liveness = Liveness(POLICY)
+        for now in range(4):
+            assert answer(float(now), 0.01) == pytest.approx(0.01)
+        tokens = [liveness.ping_due(float(now), busy=True) for now in (4, 5, 6)]
+        for now, token in zip((4, 5, 6), tokens, strict=True):  # and joined again at 6.5
+            assert token is not None
+            assert liveness.answered(token, 6.5) is None, now
+            assert liveness.rtt == pytest.approx(0.01)
+        # The next come soon, and show whether the path is still the same.
+        assert liveness.next_look(6.5, last_heard=6.5, busy=False) == pytest.approx(0.5)
+        assert answer(7.0, later) == pytest.approx(later)
+        assert liveness.rtt == pytest.approx(rtt)
+        assert answer(8.0, later) == pytest.approx(later)
 
 
 def test_only_a_busy_link_dies_of_silence() -> None:
