@@ -31,6 +31,7 @@ from aioquic.quic.packet_builder import QuicDeliveryState, QuicPacketBuilder, Qu
 from aioquic.quic.stream import QuicStream
 
 from mesh.transport.quic.congestion import LossMeter, LossyControl, replace_controller
+from mesh.transport.quic.express import express
 from mesh.transport.quic.mtu import PathMtu
 from mesh.transport.quic.sending import Gate, has_something_to_send
 from mesh.transport.quic.streamtable import StreamTable, is_active
@@ -239,6 +240,9 @@ class MeshQuic(QuicConnection):
         self._has_written = False
         if self._look_at_all:
             self._activate_all()
+        if (datagram := express(self, now)) is not None:
+            self._queue.clear()
+            return [datagram]
         if not has_something_to_send(self, now):
             return []
         self._gate.sent = False

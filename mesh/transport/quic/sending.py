@@ -19,14 +19,21 @@ if TYPE_CHECKING:
 
 def has_something_to_send(engine: MeshQuic, now: float) -> bool:
     """True also where only the engine itself can tell."""
+    space = engine._spaces.get(tls.Epoch.ONE_RTT)
+    return (
+        any(is_active(stream) for stream in engine._streams_queue)
+        or (space is not None and space.ack_at is not None and space.ack_at <= now)
+        or owes_more_than_streams(engine, now)
+    )
+
+
+def owes_more_than_streams(engine: MeshQuic, now: float) -> bool:
+    """Whether there may be something beside streams' data and an acknowledgement."""
     if not engine._handshake_confirmed or engine._close_pending:
         return True
     path = engine._network_paths[0]
-    space = engine._spaces[tls.Epoch.ONE_RTT]
     return bool(
-        any(is_active(stream) for stream in engine._streams_queue)
-        or (space.ack_at is not None and space.ack_at <= now)
-        or len(engine._network_paths) > 1
+        len(engine._network_paths) > 1
         or not path.is_validated
         or path.remote_challenges
         or engine._handshake_done_pending
