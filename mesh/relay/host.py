@@ -257,8 +257,16 @@ class StageHost:
         self._at_rest = trio.Event()
         soon = self._trio.run_sync_soon
         self._preparing = True
-        step = partial(self._computer.step, frames, partial(soon, self._computing))
+        step = partial(self._computer.step, frames, self._meanwhile)
         trio.lowlevel.start_thread_soon(step, lambda result: soon(self._end, result))
+
+    def _meanwhile(self) -> None:
+        """Called in the thread of the step when the runtime computes. What is put off at the same
+        moment is done when the step ends: waking the trio thread for nothing takes from the step.
+        """
+        self._preparing = False
+        if self._put_off and self._trio is not None:
+            self._trio.run_sync_soon(self._computing)
 
     def _computing(self) -> None:
         self._preparing = False
@@ -267,7 +275,7 @@ class StageHost:
             action()
 
     def _end(self, result: outcome.Outcome[Result]) -> None:
-        self._computing()  # if it failed before
+        self._computing()  # what was put off when the runtime began, or failed
         try:
             self._clear()
             if self._trio is not None:
