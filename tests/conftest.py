@@ -18,6 +18,7 @@ import platformdirs
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import HealthCheck, settings
 
 from ca.authority import Authority
 from ca.certificate import Root, load_root
@@ -30,6 +31,10 @@ from inference.store.download import pull
 from inference.store.manifest import ModelManifest
 from inference.store.store import ModelStore
 from mesh.identity import Identity, identity_of, init_node
+
+# What is computed is tested, not how fast a busy machine does it.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 # Node after node is started: each would compile all modules anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
