@@ -11,7 +11,7 @@ closing, mending) runs in tasks of the relay.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import trio
@@ -365,6 +365,7 @@ class ChainHead:
         self._failure = partial(GenerationError, code, message)
         for session in list(self._sessions.values()):
             self._fail(session, self._failure())
+        self._room.give_back_all()
 
     # -- room ---------------------------------------------------------------------------------
 
@@ -436,12 +437,13 @@ class ChainHead:
         if host is self._host:
             self._fail_all("node_lost", "the first stage of the chain has been unloaded")
 
-    def _mended(self, mended: Mended, sessions: Sequence[HeadSession]) -> None:
-        """The stages are at a new epoch; ``sessions`` were in the ring when that began."""
+    def _mended(self, mended: Mended, tried: Collection[int]) -> None:
+        """The stages are at a new epoch, and may hold the sessions of these numbers."""
         self._schedule.restart(mended.sent)
-        for session in sessions:
-            if session.ended:
-                self._room.give_back(session.number, tell=False)
+        for number in tried:
+            session = self._sessions.get(number)
+            if session is None:
+                self._room.give_back(number, tell=False)
             elif session.routes[-1][1] != self.route:
                 self._note_route(session)
         for session in mended.anew:

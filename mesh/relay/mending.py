@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 
 import trio
@@ -46,7 +46,7 @@ class Mender:
         *,
         sessions: Callable[[], list[HeadSession]],
         is_idle: Callable[[], bool],
-        mended: Callable[[Mended, Sequence[HeadSession]], None],
+        mended: Callable[[Mended, Collection[int]], None],
         failed: Callable[[ErrorCode, str], None],
         go_on: Callable[[], None],
     ) -> None:
@@ -108,12 +108,14 @@ class Mender:
     async def _mend_until_whole(self) -> None:
         """Replace what is gone and bring the rest to a new epoch, until that goes well."""
         useless: set[PeerId] = set()
+        tried: set[int] = set()  # sessions that a stage may hold, also when they have ended since
         while True:
             gone, self._gone = self._gone & self._ring.peers, set()
             for peer in gone:
                 self._replace(peer, useless)
             self._ring.epoch += 1
             sessions = self._sessions()
+            tried |= {session.number for session in sessions}
             try:
                 mended = await mend(self._relay, self._ring, sessions)
             except PeerLost as lost:
@@ -121,7 +123,7 @@ class Mender:
                 self._gone.add(lost.peer)
             if not self._gone & self._ring.peers:
                 break
-        self._mended(mended, sessions)
+        self._mended(mended, tried)
 
     def _replace(self, peer: PeerId, useless: set[PeerId]) -> None:
         """Put another node in the place of ``peer``; without one, try ``peer`` once more."""

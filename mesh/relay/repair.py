@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 FENCE_SECONDS = 1.5  # it is answered at once, even while the stage computes
 OPEN_SECONDS = 10.0  # a stage may have to dial the next one
-CLOSE_SECONDS = 10.0
+CLOSE_SECONDS = 15.0  # longer than a silent link lives: with its link, a stage frees everything
 REPLAY_SECONDS = 30.0  # it waits for the step that is running
 
 

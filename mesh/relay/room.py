@@ -32,15 +32,22 @@ class Room:
         self.ending += tell
         self._relay.spawn(self._close_everywhere, number, tell)
 
+    def give_back_all(self) -> None:
+        """The chain is of no use any more: free whatever stages hold of it, what a mending that did
+        not come to its end has opened included."""
+        self._relay.spawn(self._close, Close(chain=self._ring.id, epoch=self._ring.epoch))
+
     def tell_ended(self) -> None:
         ended, self.ended = self.ended, trio.Event()
         ended.set()
 
     async def _close_everywhere(self, number: int, tell: bool) -> None:
-        message = Close(chain=self._ring.id, epoch=self._ring.epoch, sessions=(number,))
-        await at_once(partial(close_at, self._relay, hop.peer, message) for hop in self._ring.route)
+        await self._close(Close(chain=self._ring.id, epoch=self._ring.epoch, sessions=(number,)))
         freed, self.freed = self.freed, trio.Event()
         freed.set()
         if tell:
             self.ending -= 1
             self.tell_ended()
+
+    async def _close(self, message: Close) -> None:
+        await at_once(partial(close_at, self._relay, hop.peer, message) for hop in self._ring.route)

@@ -222,6 +222,37 @@ def test_without_a_spare_there_is_an_error_and_nothing_stays_behind(toys) -> Non
     trio.run(main)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_mending_that_fails_leaves_nothing_behind(toys, seed: int) -> None:
+    """What it has opened for a session is freed, also when that has ended before it was opened."""
+
+    async def main() -> None:
+        async with toys.open_world(seed=seed, delay=0.02) as world:
+            head = await ring(world, spares=0)
+            await world.add("b0", 2, 3, 8)
+            sessions = [toys.Ask([1, 2, 3], 200).session() for _ in range(4)]
+            for session in sessions:
+                await head.start(session)
+            await sessions[0].get()
+            last = head.route[3].peer
+
+            def asked(kind: str) -> None:
+                if kind == OPEN:
+                    for session in sessions:
+                        head.end(session)
+                elif kind == REPLAY and last not in world.dead:
+                    world.kill(last)
+
+            world.asked = asked
+            world.kill(head.route[1].peer)
+            with trio.fail_after(10):
+                while not head.failed:
+                    await trio.sleep(0.01)
+            await world.empty()
+
+    trio.run(main)
+
+
 def test_the_head_is_lost(toys) -> None:
     async def main() -> None:
         async with toys.open_world() as world:
