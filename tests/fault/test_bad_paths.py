@@ -17,6 +17,8 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TOKENS = 32
+# Who is cut off again and again has no place in chains any more, which is not what is shown here.
+LENIENT = {"MESHNODE_MAX_LOSS": "1", "MESHNODE_MAX_JITTER_MS": "10000"}
 LOSSY = "faults 50 5"  # ms and percent, each way
 
 
@@ -46,6 +48,7 @@ def far(
     """A mesh, and the rank of which two far nodes have the layers."""
     if request.param == "replica":
         network = type(network)(tmp_path_factory.mktemp("replicas"), models=None)
+        network.environment |= LENIENT
         mesh, rank = tools.Replicas(network, demo_model), 0
     else:
         mesh, rank = request.getfixturevalue("chains"), request.param
@@ -62,6 +65,7 @@ def far(
 
 @pytest.fixture(scope="module")
 def chains(network: Any, demo_model: Any, tools: Any) -> Any:
+    network.environment |= LENIENT
     return tools.Mesh(network, demo_model)
 
 
