@@ -246,7 +246,7 @@ def test_a_mending_that_fails_leaves_nothing_behind(toys, seed: int) -> None:
             world.asked = asked
             world.kill(head.route[1].peer)
             with trio.fail_after(10):
-                while not head.failed:
+                while not head.failed:  # noqa: ASYNC110 (polling is the test's business)
                     await trio.sleep(0.01)
             await world.empty()
 
