@@ -281,10 +281,13 @@ def test_a_full_queue_says_when_to_come_back(with_engine: WithEngine) -> None:
             for _ in range(8):
                 nursery.start_soon(keep_busy)
             changed = trio.Event()
-            engine.on_load_change(lambda load: changed.set() if load.active == 4 else None)
+
+            def look(load: Load) -> None:
+                if (load.active, load.waiting) == (4, 4):
+                    changed.set()
+
+            engine.on_load_change(look)
             await changed.wait()
-            load = engine.load()
-            assert (load.active, load.waiting) == (4, 4)
             with pytest.raises(GenerationError) as caught:
                 await collect(engine, ask("Hi"))
             assert caught.value.code == "overloaded"
