@@ -31,8 +31,9 @@ from inference.store.manifest import ModelManifest
 from inference.tokenizer import Tokenizer
 from mesh.config import NodeConfig
 from mesh.holdings import PROBE_PROMPT, PROBE_STEPS
-from mesh.models import room
+from mesh.models import disk
 from mesh.relay.compute import StageEngine
+from mesh.routing.placement.facts import runs_fixed_shapes
 
 # A stage of a chain rests between its turns, and is slower after that than when it computes all the
 # time: its threads sleep, and the caches fill with other things.
@@ -68,14 +69,16 @@ async def open_stage(
 
     def load() -> tuple[StageEngine, dict[str, float]]:
         # The same bytes wherever they are made, so nodes of one machine can share them.
-        folder = manifest.path / room.STAGES / f"{first}-{last}"
+        folder = manifest.path / disk.STAGES / f"{first}-{last}"
         files = (folder / STAGE_FILE, (folder / STAGE_FILE).with_suffix(".bin"))
         if all(file.exists() for file in files):
-            room.used(folder)
+            disk.used(folder)
         else:
             weights = (manifest.path / STAGE_FILE).with_suffix(".bin").stat().st_size
-            with suppress(StoreError):  # what nobody uses any more goes; this is wanted in any case
-                room.for_cut(manifest.path, manifest.digest, weights, ())
+            # Older ones may go, loaded ones too, which live on without their files; this one is
+            # wanted in any case.
+            with suppress(StoreError):
+                disk.make_room_for_cut(manifest.path, manifest.digest, weights, ())
             read_splittable(manifest.file(MODEL_FILE)).write(first, last, folder)
         stage = _read_stage(files[0], manifest, config, kv_bytes, context)
         return stage, measure_stage(stage)
@@ -132,15 +135,11 @@ def _read_stage(
     context: int | None,
 ) -> StageEngine:
     paged = _stage_config(config, kv_bytes)
-    if not _is_npu(paged.device):
+    if not runs_fixed_shapes(paged.device):
         return Stage.read(path, paged, context_length=manifest.context_length)
     static = StaticConfig(paged.device, kv_bytes=paged.kv_bytes, cache=path.parent / COMPILED)
     length = min(manifest.context_length, context or static.context)
     return StaticStage.read(path, replace(static, context=length))
-
-
-def _is_npu(device: str) -> bool:
-    return device.split(".")[0] == "NPU"
 
 
 def _stage_config(config: NodeConfig, kv_bytes: int | None) -> StageConfig:
@@ -160,7 +159,7 @@ async def open_engine(
             manifest, config.device, GenaiOptions(sequences=config.slots, waiting=config.queue)
         )
     paged = _stage_config(config, kv_bytes)
-    if _is_npu(paged.device):
+    if runs_fixed_shapes(paged.device):
         raise GenerationError(
             "invalid_value",
             "an NPU runs ranges of layers only; serve the whole model as one: "

@@ -57,9 +57,8 @@ class LinkMeasure:
         if fresh or self.rtt is None or self.last_rtt is None:
             smoothed, jitter = rtt, 0.0
         else:
-            smoothed = self.rtt + (rtt - self.rtt) * SMOOTHING
-            if self.probes < SETTLING:
-                smoothed = min(self.rtt, rtt)
+            steady = self.rtt + (rtt - self.rtt) * SMOOTHING
+            smoothed = min(self.rtt, rtt) if self.probes < SETTLING else steady
             jitter = self.jitter + (abs(rtt - self.last_rtt) - self.jitter) * JITTER_SMOOTHING
         return replace(
             self,

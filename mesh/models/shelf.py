@@ -21,9 +21,9 @@ from pydantic import ValidationError
 from inference.store.errors import StoreError
 from inference.store.manifest import MANIFEST_FILE, MAX_MANIFEST, ModelManifest
 from inference.store.store import ModelStore
-from mesh.models import room
+from mesh.models import disk
+from mesh.models.disk import STAGES, Layers
 from mesh.models.offer import Offer, OfferError, make_offer
-from mesh.models.room import STAGES, Layers
 
 MODEL_FILE = "openvino_model.xml"  # of a whole model and of a stage alike
 WEIGHTS = (MODEL_FILE, "openvino_model.bin")
@@ -53,7 +53,7 @@ class Shelf:
 
     def make_room(self, digest: str, size: int) -> None:
         """Before so many bytes of the model are fetched. Raises :class:`StoreError`."""
-        room.for_part(self._parts, digest, size, self._in_use())
+        disk.make_room_for_part(self._parts, digest, size, self._in_use())
 
     def find(self, digest: str, first: int, last: int) -> ModelManifest | None:
         """The model, whole or with these layers at least, if it is here."""
@@ -73,7 +73,7 @@ class Shelf:
             return None
 
     def mark(self, digest: str, first: int, last: int) -> Path:
-        return room.mark_of(self.folder(digest), first, last)
+        return disk.mark_of(self.folder(digest), first, last)
 
     def made(self, digest: str, first: int, last: int) -> tuple[Path, Offer] | None:
         """What :meth:`offer` has given before, if it is still here."""
@@ -84,7 +84,7 @@ class Shelf:
         folder, offer = found
         stage = folder / STAGES / f"{first}-{last}"
         cut = any(file.path.startswith(STAGES) for file in offer.body.files)
-        if cut and not room.used(stage):
+        if cut and not disk.used(stage):
             del self._offers[key]
             return None
         self._offers.move_to_end(key)
@@ -119,7 +119,7 @@ class Shelf:
             stage = f"{STAGES}/{first}-{last}"
             if not all((manifest.path / stage / name).exists() for name in WEIGHTS):
                 weights = manifest.file(WEIGHTS[1]).stat().st_size
-                room.for_cut(manifest.path, manifest.digest, weights, self._in_use())
+                disk.make_room_for_cut(manifest.path, manifest.digest, weights, self._in_use())
                 _cut(manifest, first, last, manifest.path / stage)
             paths += [f"{stage}/{name}" for name in WEIGHTS]
         return make_offer(manifest.path, manifest.model_dump_json(), sorted(paths))

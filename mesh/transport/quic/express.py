@@ -57,7 +57,8 @@ def _is_piece(engine: MeshQuic, stream: QuicStream) -> bool:
     """Whether what the stream has to send is one piece that may go, and fits, into one datagram."""
     sender = stream.sender
     if (
-        len(sender._pending) != 1
+        sender.buffer_is_empty
+        or len(sender._pending) != 1
         or sender._buffer_fin is not None
         or sender.reset_pending
         or stream.receiver.stop_pending

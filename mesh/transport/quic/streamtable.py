@@ -29,13 +29,12 @@ class StreamTable(dict[int, QuicStream]):
 def is_active(stream: QuicStream) -> bool:
     """Whether the engine has something to do for a stream when it sends.
 
-    The sender's ``buffer_is_empty`` says so one packet later: it becomes true when an empty buffer
-    has been looked into.
+    The sender's ``buffer_is_empty`` alone does not tell: it becomes true when an empty buffer has
+    been looked into, one packet late, or when the stream is reset, and what was left stays there.
     """
     sender = stream.sender
     return bool(
-        len(sender._pending)
-        or sender._pending_eof
+        (not sender.buffer_is_empty and (len(sender._pending) or sender._pending_eof))
         or sender.reset_pending
         or stream.receiver.stop_pending
         or stream.is_finished

@@ -95,6 +95,12 @@ class Pair:
                 side.handle_timer(self.now)
         return sum(map(len, sent))
 
+    def settle(self) -> None:
+        """Until nothing is sent for longer than an acknowledgement waits."""
+        quiet = 0
+        while quiet < 20:
+            quiet = 0 if self.step() else quiet + 1
+
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
@@ -113,8 +119,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_a_message_and_its_answer_are_express(counted: list[bool]) -> None:
     pair = Pair()
     pair.client.send_stream_data(0, b"begin")
-    while pair.step():
-        pass
+    pair.settle()
     counted.clear()
     for number in range(50):
         # Acknowledgements ride on what is sent anyway, so one datagram is all.
@@ -125,35 +130,63 @@ def test_a_message_and_its_answer_are_express(counted: list[bool]) -> None:
     assert pair.received[0, 0] == b"".join(bytes([n]) * 700 for n in range(1, 50, 2))
 
 
+def test_nothing_follows_a_reset(counted: list[bool]) -> None:
+    """What was written and not sent yet stays in the engine's buffer for good."""
+    pair = Pair()
+    pair.client.send_stream_data(0, b"never sent")
+    pair.client.reset_stream(0, 7)
+    pair.settle()
+    assert not any(counted) and not pair.received[1, 0]
+    assert all(side._close_event is None for side in pair.sides)
+    pair.client.send_stream_data(4, b"the others go on")
+    pair.settle()
+    assert pair.received[1, 4] == b"the others go on"
+
+
 writes = st.tuples(
     st.integers(0, 1),  # side
     st.integers(0, STREAMS - 1),
     st.one_of(st.integers(1, 1100), st.integers(1, 9000)),  # bytes
+    st.sampled_from(["", "", "", "", "end", "reset"]),  # of the stream, after that
     st.integers(0, 3),  # steps until the next write
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100)
 @given(plan=st.lists(writes, max_size=30), seed=st.integers(0, 1000), loss=st.sampled_from((0, 3)))
 def test_all_that_is_written_arrives(
-    plan: list[tuple[int, int, int, int]], seed: int, loss: int
+    plan: list[tuple[int, int, int, str, int]], seed: int, loss: int
 ) -> None:
     chance = random.Random(seed)
     pair = Pair()
     written: dict[tuple[int, int], bytearray] = defaultdict(bytearray)
+    over: dict[tuple[int, int], str] = {}
 
     def lost() -> bool:
         return chance.randrange(10) < loss
 
-    for side, stream, size, steps in plan:
-        data = chance.randbytes(size)
+    for side, stream, size, after, steps in plan:
         number = 4 * stream + side
-        pair.sides[side].send_stream_data(number, data)
-        written[1 - side, number] += data
+        key = 1 - side, number
+        if key not in over:
+            data = chance.randbytes(size)
+            pair.sides[side].send_stream_data(number, data, end_stream=after == "end")
+            written[key] += data
+        if after and key not in over:
+            over[key] = after
+            if after == "reset":
+                pair.sides[side].reset_stream(number, 7)
         for _ in range(steps):
             pair.step(lost)
+
+    def all_is_there() -> bool:
+        return all(pair.received[k] == w for k, w in written.items() if over.get(k) != "reset")
+
     for _ in range(2000):
         pair.step()
-        if pair.received == written:
+        if all_is_there():
             break
-    assert pair.received == written
+    assert all_is_there()
+    pair.settle()
+    assert all(whole.startswith(pair.received[key]) for key, whole in written.items())
+    assert all(side._close_event is None for side in pair.sides)

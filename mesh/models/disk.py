@@ -67,7 +67,7 @@ def mark_of(model: Path, first: int, last: int) -> Path:
     return model / f".complete-{first}-{last}"
 
 
-def for_cut(model: Path, digest: str, weights: int, in_use: Collection[Layers]) -> None:
+def make_room_for_cut(model: Path, digest: str, weights: int, in_use: Collection[Layers]) -> None:
     """Before layers are cut from the model in this folder, whose ``weights`` have so many bytes.
 
     Raises :class:`StoreError` when there is no room for as much again.
@@ -92,7 +92,7 @@ def for_cut(model: Path, digest: str, weights: int, in_use: Collection[Layers]) 
         )
 
 
-def for_part(parts: Path, digest: str, size: int, in_use: Collection[Layers]) -> None:
+def make_room_for_part(parts: Path, digest: str, size: int, in_use: Collection[Layers]) -> None:
     """Before ``size`` bytes of the model ``digest`` are fetched into a folder in ``parts``.
 
     Raises :class:`StoreError` when there is no room for them.
