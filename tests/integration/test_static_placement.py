@@ -25,7 +25,7 @@ CONTEXT = 128
 def test_a_whole_model_is_loaded_as_one_stage_with_the_context_that_is_wanted(
     make_authority, demo_model, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "_is_npu", lambda device: True)
+    monkeypatch.setattr(loading, "runs_fixed_shapes", lambda device: True)
     monkeypatch.setattr(Capacity, "static", True)
     config = NodeConfig(home=tmp_path, models=demo_model.path.parent, memory="2GB")
     authority = make_authority("testnet", time.time() - 86_400)

@@ -39,7 +39,7 @@ def test_a_chain_of_them_gives_the_tokens_of_the_uncut_model(
 
 
 def test_a_node_loads_them_for_an_npu(demo_model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_is_npu", lambda device: True)
+    monkeypatch.setattr(loading, "runs_fixed_shapes", lambda device: True)
     config = NodeConfig()
 
     async def main() -> None:
