@@ -123,18 +123,26 @@ class PagedModel:
                 cache = context.create_tensor(port.get_element_type(), ov.Shape(shape), {})
             self._caches[name] = cache
             self._request.set_tensor(name, cache)
+        self._fed: dict[str, NDArray[Any]] = {}  # the memory of the other inputs' tensors
 
     def infer(
         self, feed: dict[str, NDArray[Any]], meanwhile: Callable[[], None] | None = None
     ) -> NDArray[Any]:
         """Run one batch. Every array must be contiguous and of the right type: nothing is checked.
+        They are copied.
 
         ``meanwhile`` is called while the runtime computes. Returns the output as ``[rows, width]``:
         memory of the runtime, valid until the next call.
         """
         request = self._request
         for name in self._names:
-            request.set_tensor(name, ov.Tensor(feed[name], shared_memory=True))
+            values, held = feed[name], self._fed.get(name)
+            if held is not None and held.shape == values.shape:
+                # Steps that decode are alike, and a new tensor costs ten times what they hold.
+                np.copyto(held, values)
+            else:
+                held = self._fed[name] = values.copy()
+                request.set_tensor(name, ov.Tensor(held, shared_memory=True))
         if meanwhile is None:
             request.infer()
         else:

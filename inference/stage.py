@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import add
 from pathlib import Path
 from typing import Any, Literal
 
@@ -239,13 +241,12 @@ class Stage:
                 past.append(begin)
                 counts.append(count)
                 indices.append(blocks[: -(-(begin + count) // self.block_size)])
-        begins = np.zeros(len(past) + 1, np.int32)
-        np.cumsum(counts, out=begins[1:])
-        block_begins = np.zeros(len(past) + 1, np.int32)
-        np.cumsum([len(table) for table in indices], out=block_begins[1:])
+        begins = np.array([0, *accumulate(counts)], np.int32)
+        block_begins = np.array([0, *accumulate(map(len, indices))], np.int32)
         pasts = np.array(past, np.int32)
-        positions = np.arange(len(rows), dtype=np.int64)
-        positions += np.repeat(pasts - begins[:-1], counts)
+        positions = pasts.astype(np.int64)
+        if len(rows) > len(past):
+            positions = np.repeat(positions - begins[:-1], counts) + np.arange(len(rows))
         # The head always computes a row: an empty tensor is not every plugin's friend.
         sampled = list(batch.sampled) or [len(rows) - 1]
         output = self._paged.infer(
@@ -256,7 +257,7 @@ class Stage:
                 "subsequence_begins": begins,
                 "block_indices": np.concatenate(indices),
                 "block_indices_begins": block_begins,
-                "max_context_len": np.array(int((pasts + np.diff(begins)).max()), np.int32),
+                "max_context_len": np.array(max(map(add, past, counts)), np.int32),
                 SAMPLED_ROWS: np.array(sampled, np.int64),
             },
             meanwhile,
