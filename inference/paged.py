@@ -7,7 +7,6 @@ a transformed model cannot be read back from disk.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -77,7 +76,7 @@ class StageConfig:
 
 
 class PagedModel:
-    """A compiled stage with its KV blocks. One thread at a time may call :meth:`infer`.
+    """A compiled stage with its KV blocks. One batch at a time is computed.
 
     ``input_name`` is ``input_ids`` (int64 ``[tokens]``) or ``hidden_states`` (``[tokens, hidden]``
     of ``input_dtype``). ``vocabulary`` is what token ids must stay below. ``width`` is the last
@@ -125,16 +124,11 @@ class PagedModel:
             self._request.set_tensor(name, cache)
         self._fed: dict[str, NDArray[Any]] = {}  # the memory of the other inputs' tensors
 
-    def infer(
-        self, feed: dict[str, NDArray[Any]], meanwhile: Callable[[], None] | None = None
-    ) -> NDArray[Any]:
-        """Run one batch. Every array must be contiguous and of the right type: nothing is checked.
-        They are copied.
+    def start(self, feed: dict[str, NDArray[Any]]) -> None:
+        """Begin to compute one batch; :meth:`wait` has to follow.
 
-        ``meanwhile`` is called while the runtime computes. Returns the output as ``[rows, width]``:
-        memory of the runtime, valid until the next call.
+        Every array must be contiguous and of the right type: nothing is checked. They are copied.
         """
-        request = self._request
         for name in self._names:
             values, held = feed[name], self._fed.get(name)
             if held is not None and held.shape == values.shape:
@@ -142,16 +136,14 @@ class PagedModel:
                 np.copyto(held, values)
             else:
                 held = self._fed[name] = values.copy()
-                request.set_tensor(name, ov.Tensor(held, shared_memory=True))
-        if meanwhile is None:
-            request.infer()
-        else:
-            request.start_async()
-            try:
-                meanwhile()
-            finally:
-                request.wait()
-        output: NDArray[Any] = request.get_output_tensor(0).data
+                self._request.set_tensor(name, ov.Tensor(held, shared_memory=True))
+        self._request.start_async()
+
+    def wait(self) -> NDArray[Any]:
+        """The output of what was started last, ``[rows, width]``: memory of the runtime, valid
+        until the next start. Raises RuntimeError. May be called from another thread."""
+        self._request.wait()
+        output: NDArray[Any] = self._request.get_output_tensor(0).data
         return output.reshape(-1, self.width)
 
 

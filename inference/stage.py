@@ -15,7 +15,7 @@ brings many of them because a session is resumed. Measured on the demo model, lo
 it: seeded sampling takes another turn every few hundred tokens with f16, practically never with
 f32.
 
-Calls block and must come from one thread at a time: an engine gives each stage one thread.
+Calls must come from one thread at a time, and while a batch is computed only :meth:`Stage.finish`.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ class Stage:
         self.context_length = min(context_length, self.blocks * self.block_size)
         self._tables = BlockTables(self.blocks, self.block_size)
         self._prompts: dict[int, int] = {}
+        self._wanted = 0  # rows of logits, of the batch that was begun last
 
     @classmethod
     def read(cls, path: Path, config: StageConfig, *, context_length: int) -> Stage:
@@ -221,12 +222,20 @@ class Stage:
         return None
 
     def step(self, batch: StepBatch, meanwhile: Callable[[], None] | None = None) -> NDArray[Any]:
-        """Run a batch; ``meanwhile`` is called while the runtime computes.
+        """Run a batch; ``meanwhile`` is called while the runtime computes. See :meth:`begin` and
+        :meth:`finish`."""
+        self.begin(batch)
+        try:
+            if meanwhile is not None:
+                meanwhile()
+        finally:
+            output = self.finish()
+        return output
 
-        Returns hidden states ``[tokens, hidden]``, or on the last stage logits f32
-        ``[len(sampled), vocabulary]``: memory of the runtime, valid until the next step. With
-        nothing to sample the last stage still runs (its KV is needed) and gives no row. Raises
-        :class:`StageRefusal`.
+    def begin(self, batch: StepBatch) -> None:
+        """Have the runtime compute a batch. Nothing but :meth:`finish` may be called then.
+
+        Raises :class:`StageRefusal`; RuntimeError when the runtime does not begin.
         """
         rows = self._check(batch)
         past: list[int] = []  # of each run: rows that the runtime takes as one sequence
@@ -249,7 +258,8 @@ class Stage:
             positions = np.repeat(positions - begins[:-1], counts) + np.arange(len(rows))
         # The head always computes a row: an empty tensor is not every plugin's friend.
         sampled = list(batch.sampled) or [len(rows) - 1]
-        output = self._paged.infer(
+        self._wanted = len(batch.sampled)
+        self._paged.start(
             {
                 self._paged.input_name: rows,
                 "position_ids": positions,
@@ -259,10 +269,19 @@ class Stage:
                 "block_indices_begins": block_begins,
                 "max_context_len": np.array(max(map(add, past, counts)), np.int32),
                 SAMPLED_ROWS: np.array(sampled, np.int64),
-            },
-            meanwhile,
+            }
         )
-        return output[: len(batch.sampled)] if self.range.is_last else output
+
+    def finish(self) -> NDArray[Any]:
+        """Wait for what was begun, in any thread.
+
+        Returns hidden states ``[tokens, hidden]``, or on the last stage logits f32
+        ``[len(sampled), vocabulary]``: memory of the runtime, valid until the next step. With
+        nothing to sample the last stage still runs (its KV is needed) and gives no row. Raises
+        RuntimeError.
+        """
+        output = self._paged.wait()
+        return output[: self._wanted] if self.range.is_last else output
 
     def _runs(self, part: Part) -> list[tuple[int, int]]:
         """(past, rows) of the runs of a part: one chunk of a prompt, or each row of output.

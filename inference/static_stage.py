@@ -15,7 +15,7 @@ like the paged stage. It has not run on an NPU: f16 arithmetic there will make i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,7 @@ class StaticStage:
                 f"{config.kv_bytes} bytes for KV are less than a session's {self.block_bytes}"
             )
         self._sessions: dict[int, _Session] = {}
+        self._begun: tuple[StepBatch, NDArray[Any]]
 
     @classmethod
     def read(cls, path: Path, config: StaticConfig) -> StaticStage:
@@ -143,18 +144,27 @@ class StaticStage:
         """Tokens of the session that this stage has seen."""
         return self._sessions[session].length
 
-    def step(self, batch: StepBatch, meanwhile: Callable[[], None] | None = None) -> NDArray[Any]:
-        """Run a batch, one session after the other; ``meanwhile`` is called before the first.
+    def step(self, batch: StepBatch) -> NDArray[Any]:
+        """Run a batch. See :meth:`begin` and :meth:`finish`."""
+        self.begin(batch)
+        return self.finish()
 
-        Returns hidden states ``[tokens, hidden]``, or on the last stage logits f32
-        ``[len(sampled), vocabulary]``. Raises :class:`StageRefusal`; then nothing was changed.
-        """
+    def begin(self, batch: StepBatch) -> None:
+        """Check a batch, which :meth:`finish` runs. Raises :class:`StageRefusal`; then nothing was
+        changed."""
         self._check(batch)
         rows = checked_rows(
             batch, self.range, self.hidden, self._vocabulary, self._single.input_dtype
         )
-        if meanwhile is not None:
-            meanwhile()
+        self._begun = batch, rows
+
+    def finish(self) -> NDArray[Any]:
+        """Run what was begun, one session after the other; blocks, in any thread.
+
+        Returns hidden states ``[tokens, hidden]``, or on the last stage logits f32
+        ``[len(sampled), vocabulary]``. Raises RuntimeError.
+        """
+        batch, rows = self._begun
         is_last = self.range.is_last
         sampled = {row: number for number, row in enumerate(batch.sampled)}
         output = np.empty((len(sampled) if is_last else len(rows), self.width), np.float32)

@@ -311,7 +311,8 @@ class ChainHead:
                 drawn.append(self._sessions[sampled.session])
                 self._take(drawn[-1], sampled)
         self._pump()
-        self._host.when_computing(partial(_wake, drawn))
+        for session in drawn:  # once the runtime computes: what they wake up would hold that up
+            session.changed.set()
 
     def _take(self, session: HeadSession, sampled: Sampled) -> None:
         token = sampled.token
@@ -450,11 +451,6 @@ class ChainHead:
             if not session.ended:
                 self._leave(session, tell=False)
                 self._relay.spawn(self._enter_again, session, None)
-
-
-def _wake(sessions: Sequence[HeadSession]) -> None:
-    for session in sessions:
-        session.changed.set()
 
 
 def _as_error(refusal: Refusal) -> GenerationError:

@@ -1,4 +1,6 @@
-"""One step of a stage, in the stage's thread: rows of frames in, draws or hidden states out.
+"""One step of a stage: rows of frames in, draws or hidden states out.
+
+It is begun where the frames are, so that the runtime computes at once, and waited for in a thread.
 
 A session that the engine refuses, or whose logits are no numbers, fails alone: the step is run for
 the others.
@@ -7,7 +9,7 @@ the others.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,9 +42,9 @@ class StageEngine(Protocol):
     def __contains__(self, session: int) -> bool: ...
     def open(self, session: int, prompt: int | None = None) -> None: ...
     def close(self, session: int) -> None: ...
-    def step(
-        self, batch: StepBatch, meanwhile: Callable[[], None] | None = None
-    ) -> NDArray[Any]: ...
+    def step(self, batch: StepBatch) -> NDArray[Any]: ...
+    def begin(self, batch: StepBatch) -> None: ...
+    def finish(self) -> NDArray[Any]: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -80,8 +82,21 @@ class Result:
     draws: dict[int, Draw] | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Begun:
+    """A step that the runtime computes, of ``entries``; ``sampled`` are those to draw from, with
+    their row numbers in the batch. ``failed`` are those that it could not be begun for."""
+
+    started: float
+    frames: list[Frame]
+    entries: list[tuple[Session, Row]]
+    sampled: list[tuple[int, Session, Row]]
+    failed: dict[int, Refusal]
+
+
 class Computer:
-    """A stage with the samplers of its sessions. Nothing here may be called while a step runs."""
+    """A stage with the samplers of its sessions. Nothing here may be called while a step runs,
+    from :meth:`begin` to the end of :meth:`finish`."""
 
     def __init__(self, stage: StageEngine) -> None:
         self._stage = stage
@@ -99,44 +114,53 @@ class Computer:
         """A session was rewound: what its sampler has counted is counted again from its history."""
         self._samplers.pop(key, None)
 
-    def step(self, frames: list[Frame], meanwhile: Callable[[], None] | None = None) -> Result:
-        """Run one step; blocks. ``meanwhile`` is called while the runtime computes."""
+    def begin(self, frames: list[Frame]) -> Begun:
+        """Have the runtime compute a step, unless there is nobody that it could be done for.
+        :meth:`finish` has to follow."""
         started = time.perf_counter()
         entries = [entry for frame in frames for entry in frame.rows]
         values = [frame.values for frame in frames]
         # A copy of the runtime's own: what has arrived is a view that must not be written to.
         batch = np.concatenate(values, dtype=self._dtype)
         failed: dict[int, Refusal] = {}
-        while True:
+        sampled: list[tuple[int, Session, Row]] = []
+        while entries:
             parts = [Part(session.key, row.position, row.size) for session, row in entries]
             sampled = self._to_sample(entries)
             try:
                 for session, _ in entries:
                     if session.key not in self._stage:
                         self._stage.open(session.key, session.prompt)
-                step = StepBatch(parts, batch, [at for at, _, _ in sampled])
-                output = self._stage.step(step, meanwhile)
+                self._stage.begin(StepBatch(parts, batch, [at for at, _, _ in sampled]))
                 break
             except StageRefusal as refusal:
                 found = (
                     [refusal.session] if refusal.session is not None else [p.session for p in parts]
                 )
-                reason = f"{refusal.reason}: {refusal}"
+                failed |= _failed(found, f"{refusal.reason}: {refusal}")
             except Exception as error:
-                found = [part.session for part in parts]
-                reason = f"{type(error).__name__}: {error}"
-            failed |= {key: Refusal("engine_failed", reason) for key in found}
+                failed |= _failed((p.session for p in parts), f"{type(error).__name__}: {error}")
             good = [session.key not in failed for session, _ in entries]
             batch = batch[np.repeat(good, [row.size for _, row in entries])]
             entries = [entry for entry, ok in zip(entries, good, strict=True) if ok]
-            if not entries:
-                return Result(failed, time.perf_counter() - started)
+        return Begun(started, frames, entries, sampled, failed)
+
+    def finish(self, begun: Begun) -> Result:
+        """What became of a step; blocks until the runtime is done, in any thread."""
+        failed = begun.failed
         result = Result(failed, 0.0)
-        if self._is_last:
-            result.draws = self._draw(output, sampled, failed)
-        else:
-            result.hidden = encode_frames(frames, output, failed)
-        result.seconds = time.perf_counter() - started
+        if begun.entries:
+            try:
+                output = self._stage.finish()
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                failed |= _failed((session.key for session, _ in begun.entries), reason)
+            else:
+                if self._is_last:
+                    result.draws = self._draw(output, begun.sampled, failed)
+                else:
+                    result.hidden = encode_frames(begun.frames, output, failed)
+        result.seconds = time.perf_counter() - begun.started
         return result
 
     def _to_sample(self, entries: list[tuple[Session, Row]]) -> list[tuple[int, Session, Row]]:
@@ -180,6 +204,10 @@ class Computer:
                 sampler.count(token)
             self._samplers[session.key] = sampler
         return sampler
+
+
+def _failed(keys: Iterable[int], reason: str) -> dict[int, Refusal]:
+    return {key: Refusal("engine_failed", reason) for key in keys}
 
 
 def encode_frames(

@@ -6,7 +6,7 @@ for the next step lets others pass, so a session of which much comes at once, as
 up no other. Each frame that went in comes out as a frame, so the micro-batches of a chain stay what
 its head made of them.
 
-The stage computes in a thread; everything else here happens in the trio thread, between steps.
+A thread waits for the runtime; everything else here happens in the trio thread, between steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -92,8 +91,6 @@ class StageHost:
         self._ended: list[int] = []  # keys whose blocks are to be freed
         self._deferred: list[Callable[[], None]] = []
         self._step: list[Frame] = []  # what is being computed
-        self._preparing = False  # its thread needs the interpreter, before the runtime computes
-        self._put_off: list[Callable[[], None]] = []
         self._at_rest = trio.Event()
         self._at_rest.set()
         self._trio: trio.lowlevel.TrioToken | None = None  # while steps may begin
@@ -219,14 +216,6 @@ class StageHost:
                 )
                 self._outlet.activations(chain, header, piece.values)
 
-    def when_computing(self, action: Callable[[], None]) -> None:
-        """Call ``action`` as soon as the runtime computes or has nothing to: it makes work in this
-        thread that would hold up the step."""
-        if self._preparing:
-            self._put_off.append(action)
-        else:
-            action()
-
     def busy_with(self, chain_id: bytes) -> bool:
         """Do rows of the chain wait here, or are they being computed?"""
         frames = (*self._queue, *self._step)
@@ -256,26 +245,12 @@ class StageHost:
         self._step = frames
         self._at_rest = trio.Event()
         soon = self._trio.run_sync_soon
-        self._preparing = True
-        step = partial(self._computer.step, frames, self._meanwhile)
-        trio.lowlevel.start_thread_soon(step, lambda result: soon(self._end, result))
-
-    def _meanwhile(self) -> None:
-        """Called in the thread of the step when the runtime computes. What is put off at the same
-        moment is done when the step ends: waking the trio thread for nothing takes from the step.
-        """
-        self._preparing = False
-        if self._put_off and self._trio is not None:
-            self._trio.run_sync_soon(self._computing)
-
-    def _computing(self) -> None:
-        self._preparing = False
-        put_off, self._put_off = self._put_off, []
-        for action in put_off:
-            action()
+        begun = outcome.capture(self._computer.begin, frames)
+        trio.lowlevel.start_thread_soon(
+            lambda: self._computer.finish(begun.unwrap()), lambda result: soon(self._end, result)
+        )
 
     def _end(self, result: outcome.Outcome[Result]) -> None:
-        self._computing()  # what was put off when the runtime began, or failed
         try:
             self._clear()
             if self._trio is not None:

@@ -69,11 +69,16 @@ class ToyStage:
     def close(self, session: int) -> None:
         self._kv.pop(session, None)
 
-    def step(self, batch: StepBatch, meanwhile: Callable[[], None] | None = None) -> np.ndarray:
-        if meanwhile is not None:
-            meanwhile()
+    def step(self, batch: StepBatch) -> np.ndarray:
+        self.begin(batch)
+        return self.finish()
+
+    def finish(self) -> np.ndarray:
         if self.seconds:
             time.sleep(self.seconds)
+        return self._output
+
+    def begin(self, batch: StepBatch) -> None:
         used = sum(-(-len(kv) // self.block_size) for kv in self._kv.values())
         self.largest = max(self.largest, len(batch.parts))
         out: list[np.ndarray] = []
@@ -95,11 +100,10 @@ class ToyStage:
         if used > self.blocks:
             raise StageRefusal("out_of_blocks", "no blocks")
         self.positions += at
-        if not self.range.is_last:
-            return np.array(out, np.float32)
-        return np.array([self._logits(out[i]) for i in batch.sampled], np.float32).reshape(
-            -1, VOCABULARY
-        )
+        if self.range.is_last:
+            out = [self._logits(out[i]) for i in batch.sampled]
+        width = VOCABULARY if self.range.is_last else HIDDEN
+        self._output = np.array(out, np.float32).reshape(-1, width)
 
     def _check(self, part: Part) -> None:
         if part.session not in self._kv or part.session in self.broken:
