@@ -36,6 +36,7 @@ ENCODINGS: frozenset[str] = frozenset(get_args(Encoding))
 KEPT = 4  # features of a token that int8 keeps as f16
 
 _F32, _F16, _U8, _U16, _U32 = (np.dtype(name) for name in ("<f4", "<f2", "u1", "<u2", "<u4"))
+_STORED: dict[Encoding, np.dtype[Any]] = {"f32": _F32, "f16": _F16, "bf16": _U16, "int8": _U8}
 _F16_MAX = 65504.0
 _BF16_MAX = float(np.array(0x7F7F0000, _U32).view(_F32))
 _LIMITS = {"f16": _F16_MAX, "bf16": _BF16_MAX, "int8": _F16_MAX}
@@ -81,7 +82,7 @@ def decode(
             f"{tokens} tokens of {hidden} features in {encoding} are {tokens * width} bytes, "
             f"not {len(payload)}",
         )
-    stored = {"f32": _F32, "f16": _F16, "bf16": _U16, "int8": _U8}[encoding]
+    stored = _STORED[encoding]
     packed = np.frombuffer(payload, stored).reshape(tokens, width // stored.itemsize)
     values = _unpack(packed, encoding, hidden)
     values.flags.writeable = False

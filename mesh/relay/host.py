@@ -25,9 +25,9 @@ from inference.sampling import Sampled as Draw
 from mesh.identity import PeerId
 from mesh.relay.activations import Encoding
 from mesh.relay.compute import Computer, Frame, Result, StageEngine
-from mesh.relay.frames import Row, StepHeader, decode, not_finite, rows_of
+from mesh.relay.frames import Row, StepHeader, decode, not_finite, rows_of, step_body
 from mesh.relay.kept import DEFAULT_BYTES, KeptOutput, Piece
-from mesh.relay.messages import Open, Refused, RefusedSession, Sampled, Tokens, TopLogprob
+from mesh.relay.messages import Open, Refused, RefusedSession, tokens_body
 from mesh.relay.refusal import Refusal
 from mesh.relay.schedule import Step
 from mesh.relay.sessions import Chain, Session, SessionTable, StageFacts
@@ -43,12 +43,12 @@ _T = TypeVar("_T")
 class Outlet(Protocol):
     """Where output goes. Called in the trio thread; must not block, order is kept per chain."""
 
-    def activations(self, chain: Chain, header: StepHeader, values: NDArray[Any]) -> None:
-        """To the next stage."""
+    def activations(self, chain: Chain, body: dict[str, Any], values: NDArray[Any]) -> None:
+        """A step frame, to the next stage."""
         ...
 
-    def tokens(self, chain: Chain, message: Tokens) -> None:
-        """To the head."""
+    def tokens(self, chain: Chain, body: dict[str, Any]) -> None:
+        """Tokens, to the head."""
         ...
 
     def refused(self, chain: Chain, message: Refused) -> None:
@@ -116,10 +116,7 @@ class StageHost:
 
     def submit(self, me: PeerId, chain_id: bytes, epoch: int, step: Step) -> None:
         """Rows of token ids from this node's own head, for a first stage."""
-        header = StepHeader(
-            chain=chain_id, epoch=epoch, step=step.number, encoding="f32", rows=step.rows
-        )
-        chain = self.table.expect(me, header)
+        chain = self.table.current(me, chain_id, epoch)
         if chain is not None:
             values = np.array(step.tokens, np.int64)
             self._let_in(chain, step.number, list(step.rows), values, (), {})
@@ -205,16 +202,10 @@ class StageHost:
         for session, start in sessions:
             prompt = session.prompt
             for piece in self.kept.pieces(session.key, start, REPLAY_TOKENS, prompt=prompt):
-                row = Row(session.number, piece.position, len(piece.values), piece.sample)
-                header = StepHeader(
-                    chain=chain.id,
-                    epoch=chain.epoch,
-                    step=0,
-                    encoding=piece.encoding,
-                    rows=(row,),
-                    spent=(0.0,) * (chain.rank + 1),
-                )
-                self._outlet.activations(chain, header, piece.values)
+                row = (session.number, piece.position, len(piece.values), piece.sample)
+                spent = (0.0,) * (chain.rank + 1)
+                body = step_body(chain.id, chain.epoch, 0, piece.encoding, [row], spent)
+                self._outlet.activations(chain, body, piece.values)
 
     def busy_with(self, chain_id: bytes) -> bool:
         """Do rows of the chain wait here, or are they being computed?"""
@@ -327,22 +318,13 @@ class StageHost:
         draws: dict[int, Draw],
         spent: tuple[float, ...],
     ) -> None:
-        sampled = tuple(
-            Sampled(
-                session=row.session,
-                position=row.end - 1,
-                token=draw.token_id,
-                logprob=None if draw.logprob is None else min(0.0, draw.logprob),
-                top=tuple(TopLogprob(token=t, logprob=min(0.0, p)) for t, p in draw.top),
-            )
+        drawn = [
+            (row.session, row.end - 1, draw)
             for session, row, _ in alive
             if (draw := draws.get(session.key)) is not None
-        )
-        chain = frame.chain
-        message = Tokens(
-            chain=chain.id, epoch=frame.epoch, step=frame.step, sampled=sampled, spent=spent
-        )
-        self._outlet.tokens(chain, message)
+        ]
+        body = tokens_body(frame.chain.id, frame.epoch, frame.step, drawn, spent)
+        self._outlet.tokens(frame.chain, body)
 
     def _send_hidden(
         self,
@@ -352,25 +334,18 @@ class StageHost:
         hidden: NDArray[Any],
         spent: tuple[float, ...],
     ) -> None:
-        rows: list[Row] = []
+        rows: list[tuple[int, int, int, bool]] = []
         values: list[NDArray[Any]] = []
         for session, row, at in alive:
             output = hidden[at : at + row.size]
             self.kept.add(session.key, Piece(row.position, row.sample, encoding, output))
             skip = max(0, session.emit_from - row.position)
             if skip < row.size:
-                rows.append(Row(row.session, row.position + skip, row.size - skip, row.sample))
+                rows.append((row.session, row.position + skip, row.size - skip, row.sample))
                 values.append(output[skip:])
         if not rows or frame.late:
             return
-        header = StepHeader(
-            chain=frame.chain.id,
-            epoch=frame.epoch,
-            step=frame.step,
-            encoding=encoding,
-            rows=tuple(rows),
-            spent=spent,
-        )
+        body = step_body(frame.chain.id, frame.epoch, frame.step, encoding, rows, spent)
         self._outlet.activations(
-            frame.chain, header, values[0] if len(values) == 1 else np.concatenate(values)
+            frame.chain, body, values[0] if len(values) == 1 else np.concatenate(values)
         )

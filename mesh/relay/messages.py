@@ -11,11 +11,13 @@ epoch void, for all its sessions at once.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
 from inference.generation import MAX_TOP_LOGPROBS, SamplingParams, TokenId
+from inference.sampling import Sampled as Draw
 from mesh.relay.frames import MAX_ROWS, MAX_STAGES, ChainId, Listed, Number, Seconds, Wire
 
 OPEN, FENCE, REPLAY = "relay.open", "relay.fence", "relay.replay"
@@ -203,13 +205,41 @@ class Sampled(Wire):
 
 
 class Tokens(Wire):
-    """Step ``step`` has passed the last stage. Rows that were not to be sampled have no token."""
+    """Step ``step`` has passed the last stage. Rows that were not to be sampled have no token.
+    As it is received; :func:`tokens_body` makes one to be sent."""
 
     chain: ChainId
     epoch: Number
     step: Number
     sampled: Annotated[tuple[Sampled, ...], Listed] = Field((), max_length=MAX_ROWS)
     spent: Annotated[tuple[Seconds, ...], Listed] = Field((), max_length=MAX_STAGES)
+
+
+def tokens_body(
+    chain: bytes,
+    epoch: int,
+    step: int,
+    drawn: Iterable[tuple[int, int, Draw]],
+    spent: tuple[float, ...],
+) -> dict[str, Any]:
+    """The body that is parsed as :class:`Tokens`, of (session, position, what was drawn). Made as
+    :func:`mesh.relay.frames.step_body` is."""
+    return {
+        "chain": chain,
+        "epoch": epoch,
+        "step": step,
+        "sampled": [
+            {
+                "session": session,
+                "position": position,
+                "token": draw.token_id,
+                "logprob": None if draw.logprob is None else min(0.0, draw.logprob),
+                "top": [{"token": t, "logprob": min(0.0, p)} for t, p in draw.top],
+            }
+            for session, position, draw in drawn
+        ],
+        "spent": spent,
+    }
 
 
 class Refused(Wire):

@@ -293,7 +293,7 @@ class Relay:
             host = self._chains.get(header.chain)
             chain = host.table.chains.get(header.chain) if host is not None else None
             to = chain.head if chain is not None and chain.previous == sender else sender
-            self._tell(
+            self._tell_refused(
                 to,
                 Refused(
                     chain=header.chain,
@@ -318,23 +318,25 @@ class Relay:
             head.on_link_down(peer)
 
     def _report_lost(self, chain: Chain, peer: PeerId) -> None:
-        self._tell(chain.head, Lost(chain=chain.id, epoch=chain.epoch, peer=peer))
+        lost = Lost(chain=chain.id, epoch=chain.epoch, peer=peer)
+        self._tell(chain.head, LOST, lost.model_dump(mode="python"))
 
     # -- output of stages ---------------------------------------------------------------------
 
-    def activations(self, chain: Chain, header: StepHeader, values: NDArray[Any]) -> None:
+    def activations(self, chain: Chain, body: dict[str, Any], values: NDArray[Any]) -> None:
         payload = np.ascontiguousarray(values).data.cast("B")
-        self._post(chain.next, Parcel(STEP_KIND, header.model_dump(mode="python"), payload))
+        self._post(chain.next, Parcel(STEP_KIND, body, payload))
 
-    def tokens(self, chain: Chain, message: Tokens) -> None:
-        self._tell(chain.head, message)
+    def tokens(self, chain: Chain, body: dict[str, Any]) -> None:
+        self._tell(chain.head, TOKENS, body)
 
     def refused(self, chain: Chain, message: Refused) -> None:
-        self._tell(chain.head, message)
+        self._tell_refused(chain.head, message)
 
-    def _tell(self, peer: PeerId, message: Tokens | Refused | Lost) -> None:
-        kind = {Tokens: TOKENS, Refused: REFUSED, Lost: LOST}[type(message)]
-        body = message.model_dump(mode="python")
+    def _tell_refused(self, peer: PeerId, message: Refused) -> None:
+        self._tell(peer, REFUSED, message.model_dump(mode="python"))
+
+    def _tell(self, peer: PeerId, kind: str, body: dict[str, Any]) -> None:
         if peer == self.links.me:
             self.take(peer, kind, body)
         else:

@@ -285,17 +285,23 @@ class SessionTable:
                 del session.history[wanted.emit_from + 1 :]
         return [(session, wanted.replay_from) for session, wanted in found]
 
-    def expect(self, sender: PeerId, header: StepHeader) -> Chain | None:
-        """The chain that a frame belongs to; None when it is late, of an epoch that was fenced."""
-        chain = self.chains.get(header.chain)
+    def current(self, sender: PeerId, chain_id: bytes, epoch: int) -> Chain | None:
+        """The chain that rows of ``sender`` belong to; None when they are late, of an epoch that
+        was fenced."""
+        chain = self.chains.get(chain_id)
         if chain is None:
             raise Refusal("unknown_chain", "no session of that chain is open here")
         if chain.previous != sender:
             raise Refusal("wrong_peer", "activations of this chain come from another node")
-        if header.epoch < chain.epoch:
-            return None
-        if header.epoch > chain.epoch:
+        if epoch > chain.epoch:
             raise Refusal("stale_epoch", f"the chain is at epoch {chain.epoch} here")
+        return chain if epoch == chain.epoch else None
+
+    def expect(self, sender: PeerId, header: StepHeader) -> Chain | None:
+        """The chain that a frame belongs to; None when it is late."""
+        chain = self.current(sender, header.chain, header.epoch)
+        if chain is None:
+            return None
         if header.encoding not in ("f32", chain.activations):
             raise Refusal(
                 "wrong_encoding", f"activations of this chain are {chain.activations} or f32"

@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from enum import IntEnum, IntFlag
-from typing import Any, NoReturn
+from enum import IntEnum
+from typing import Any, NamedTuple, NoReturn
 
 import cbor2
 
@@ -67,7 +66,12 @@ class FrameKind(IntEnum):
     END = 15  # from the callee: the answer is complete
 
 
-class Flags(IntFlag):
+_KINDS = {int(kind): kind for kind in FrameKind}
+
+
+class Flags:
+    """Bits; plain numbers, since they are looked at for every message."""
+
     FIRST = 1
     LAST = 2
     END = 4  # nothing more of this call
@@ -114,8 +118,7 @@ def decode_body(data: Buffer) -> Any:
         raise MalformedFrame(f"body: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """One whole message as it was received. ``size`` counts body and payload, in bytes."""
 
     kind: FrameKind
@@ -133,7 +136,7 @@ class Frame:
         was read together with it."""
         if self.size > PIECE:
             return self
-        return replace(self, body=bytes(self.body), payload=bytes(self.payload))
+        return Frame(self.kind, self.number, bytes(self.body), bytes(self.payload), self.end)
 
 
 def encode(
@@ -180,8 +183,7 @@ def encode_abort(kind: FrameKind, number: int) -> bytes:
     return _HEADER.pack(_AFTER_LENGTH, kind, Flags.ABORT, number)
 
 
-@dataclass(frozen=True, slots=True)
-class Fragment:
+class Fragment(NamedTuple):
     """One frame as it stands in the stream of bytes."""
 
     kind: FrameKind
@@ -215,10 +217,9 @@ class FrameReader:
             stop = position + 4 + length
             if stop > total:
                 break
-            try:
-                known = FrameKind(kind)
-            except ValueError:
-                raise MalformedFrame(f"unknown kind of frame: {kind}") from None
+            known = _KINDS.get(kind)
+            if known is None:
+                raise MalformedFrame(f"unknown kind of frame: {kind}")
             fragments.append(Fragment(known, flags, number, view[position + _HEADER.size : stop]))
             position = stop
         if position < total:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import cbor2
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inference.sampling import Sampled
 from mesh.relay.activations import encode
 from mesh.relay.frames import (
     MAX_ROW_TOKENS,
@@ -16,7 +18,9 @@ from mesh.relay.frames import (
     not_finite,
     parse,
     rows_of,
+    step_body,
 )
+from mesh.relay.messages import Tokens, tokens_body
 from mesh.relay.refusal import Refusal
 
 CHAIN = b"c" * 16
@@ -96,6 +100,21 @@ def test_the_payload_is_exactly_what_the_header_says(size: int) -> None:
 )
 def test_headers_that_are_none(changes) -> None:
     assert refusal(parse, StepHeader, {**BODY, **changes}) == "malformed"
+
+
+def test_what_is_sent_is_what_is_parsed() -> None:
+    rows = [(1, 10, 2, False), (2, 0, 1, True)]
+    body = step_body(CHAIN, 3, 7, "f16", rows, (0.25, 0.5))
+    found = parse(StepHeader, cbor2.loads(cbor2.dumps(body)))
+    assert found.model_dump() == {**body, "rows": tuple(rows)}
+    drawn = [(1, 11, Sampled(5)), (2, 0, Sampled(6, 1e-9, ((6, 1e-9), (5, -2.5))))]
+    message = tokens_body(CHAIN, 3, 7, drawn, (0.25, 0.5))
+    tokens = parse(Tokens, cbor2.loads(cbor2.dumps(message)))
+    first, second = tokens.sampled
+    assert (tokens.epoch, tokens.step, tokens.spent) == (3, 7, (0.25, 0.5))
+    assert (first.session, first.position, first.token, first.logprob) == (1, 11, 5, None)
+    assert (second.token, second.logprob) == (6, 0.0)  # a logprob above 0 is a rounding error
+    assert [(t.token, t.logprob) for t in second.top] == [(6, 0.0), (5, -2.5)]
 
 
 def test_one_row_a_session_and_a_bound_on_the_whole() -> None:
