@@ -308,9 +308,10 @@ def figures_of(
         who = f"{chain.name}, {sessions} session{'s' if sessions > 1 else ''}"
         target = 0.95 if chain.stages == 2 and sessions == 1 and chain.threads > 1 else None
         decode = statistics.median(run.decode for run in own)
-        found.append(
-            figure(f"decode, {who}", "tokens/s", decode, "one stage", whole, target, rounds)
-        )
+        entry = figure(f"decode, {who}", "tokens/s", decode, "one stage", whole, target, rounds)
+        # Of the ratios of each round: the machine is another one a minute later.
+        ratios = [ours.decode / alone.decode for ours, alone in zip(own, runs[0], strict=True)]
+        found.append(entry | {"ratio": round(statistics.median(ratios), 3)})
         first = statistics.median(run.first for run in own)
         found.append(
             figure(
