@@ -70,7 +70,8 @@ def encode(hidden: NDArray[np.float32], activations: Encoding) -> tuple[Encoding
 def decode(
     payload: bytes | bytearray | memoryview, encoding: Encoding, tokens: int, hidden: int
 ) -> NDArray[np.floating]:
-    """The payload as read-only ``[tokens, hidden]`` of f16 or f32, at most four times its size.
+    """The payload as ``[tokens, hidden]`` of f16 or f32, at most four times its size. It may be a
+    view of the payload, which is read-only then.
 
     Raises :class:`Refusal`: ``bad_size`` when it is not exactly as long as it must be,
     ``malformed`` for an index that is none. Whether the values are finite is for the caller to see.
@@ -83,10 +84,10 @@ def decode(
             f"not {len(payload)}",
         )
     stored = _STORED[encoding]
-    packed = np.frombuffer(payload, stored).reshape(tokens, width // stored.itemsize)
-    values = _unpack(packed, encoding, hidden)
-    values.flags.writeable = False
-    return values
+    packed: NDArray[Any] = np.ndarray(
+        (tokens, width // stored.itemsize), stored, memoryview(payload).toreadonly()
+    )
+    return _unpack(packed, encoding, hidden)
 
 
 def _pack(rows: NDArray[np.float32], encoding: Encoding) -> NDArray[Any]:

@@ -117,8 +117,8 @@ def parse(model: type[_W], body: object) -> _W:
 
 def rows_of(header: StepHeader) -> list[Row]:
     """The header's rows. Raises :class:`Refusal` for a session twice, or too many tokens."""
-    rows = [Row(*row) for row in header.rows]
-    if len({row.session for row in rows}) != len(rows):
+    rows = list(map(Row._make, header.rows))
+    if len(rows) > 1 and len({row.session for row in rows}) != len(rows):
         raise Refusal("malformed", "a session has two rows in one frame")
     if header.tokens > MAX_FRAME_TOKENS:
         raise Refusal("malformed", f"{header.tokens} tokens in one frame, over {MAX_FRAME_TOKENS}")
@@ -128,7 +128,7 @@ def rows_of(header: StepHeader) -> list[Row]:
 def decode(
     header: StepHeader, payload: bytes | bytearray | memoryview, hidden: int
 ) -> NDArray[np.floating]:
-    """The payload as read-only ``[tokens, hidden]`` of f16 or f32.
+    """The payload as ``[tokens, hidden]`` of f16 or f32, see :func:`activations.decode`.
 
     Raises :class:`Refusal` when the payload is not exactly what the header says. Whether the values
     are finite is for :func:`not_finite` to say, row by row.

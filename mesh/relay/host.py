@@ -12,6 +12,7 @@ A thread waits for the runtime; everything else here happens in the trio thread,
 from __future__ import annotations
 
 import logging
+import socket
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -91,9 +92,9 @@ class StageHost:
         self._ended: list[int] = []  # keys whose blocks are to be freed
         self._deferred: list[Callable[[], None]] = []
         self._step: list[Frame] = []  # what is being computed
-        self._at_rest = trio.Event()
-        self._at_rest.set()
-        self._trio: trio.lowlevel.TrioToken | None = None  # while steps may begin
+        self._results: deque[outcome.Outcome[Result]] = deque()  # of the step that has ended
+        self._running = False  # steps may begin
+        self._wake: socket.socket  # tells the trio thread that a step has ended
         self.steps = 0
         self.busy_seconds = 0.0
 
@@ -217,34 +218,48 @@ class StageHost:
     async def run(self) -> None:
         """Work until cancelled; a step that is running then is finished first.
 
-        Steps begin and end in callbacks: a task would get its turn after whatever else woke up, and
-        with many clients that is milliseconds in which nothing is computed.
+        Steps begin where their frames come in: a task would get its turn after whatever else woke
+        up, and with many clients that is milliseconds in which nothing is computed. Their ends come
+        by a socket: that takes two thirds of the time of trio's own way in, once a token.
         """
-        self._trio = trio.lowlevel.current_trio_token()
-        self._begin()
-        try:
-            await trio.sleep_forever()
-        finally:
-            self._trio = None
-            with trio.CancelScope(shield=True):
-                await self._at_rest.wait()
+        woken, self._wake = socket.socketpair()
+        with woken, self._wake:
+            woken.setblocking(False)
+            self._running = True
+            self._begin()
+            try:
+                while True:
+                    await self._step_ended(woken)
+            finally:
+                self._running = False
+                with trio.CancelScope(shield=True):
+                    while self._step:
+                        await self._step_ended(woken)
+
+    async def _step_ended(self, woken: socket.socket) -> None:
+        await trio.lowlevel.wait_readable(woken)
+        woken.recv(1)
+        self._end(self._results.popleft())
 
     def _begin(self) -> None:
         """Start the next step, if there is one and none is running."""
-        if self._step or self._trio is None or not (frames := self._take()):
+        if self._step or not self._running or not (frames := self._take()):
             return
         self._step = frames
-        self._at_rest = trio.Event()
-        soon = self._trio.run_sync_soon
         begun = outcome.capture(self._computer.begin, frames)
         trio.lowlevel.start_thread_soon(
-            lambda: self._computer.finish(begun.unwrap()), lambda result: soon(self._end, result)
+            lambda: self._computer.finish(begun.unwrap()), self._deliver
         )
+
+    def _deliver(self, result: outcome.Outcome[Result]) -> None:
+        """Called in the thread that has waited."""
+        self._results.append(result)
+        self._wake.send(b"\0")
 
     def _end(self, result: outcome.Outcome[Result]) -> None:
         try:
             self._clear()
-            if self._trio is not None:
+            if self._running:
                 self._finish(self._step, result.unwrap())
         except Exception as error:
             # Some frame of these led where nobody foresaw. They are given up, and not the stage.
@@ -256,8 +271,6 @@ class StageHost:
         for action in deferred:
             action()
         self._begin()
-        if not self._step:
-            self._at_rest.set()
 
     def _give_up(self, frames: Iterable[Frame], reason: str) -> None:
         for frame in frames:

@@ -138,6 +138,10 @@ class Frame(NamedTuple):
             return self
         return Frame(self.kind, self.number, bytes(self.body), bytes(self.payload), self.end)
 
+    def own_payload(self) -> Buffer:
+        """The payload to be kept, likewise."""
+        return self.payload if self.size > PIECE else bytes(self.payload)
+
 
 def encode(
     kind: FrameKind, number: int, body: bytes = b"", payload: Buffer = b"", *, end: bool = False

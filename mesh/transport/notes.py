@@ -112,7 +112,7 @@ class NoteDesk:
         notes = self._of(head.k)
         if (handler := self._handlers.get(head.k)) is not None:
             notes.pass_by(frame)
-            handler(Message(head.b, frame.detached().payload))
+            handler(Message(head.b, frame.own_payload()))
             return
         if self._unread + frame.size > MAX_UNREAD:
             raise MalformedFrame("too much that is not read")
