@@ -100,7 +100,9 @@ class StageHost:
 
     # -- what arrives -------------------------------------------------------------------------
 
-    def receive(self, sender: PeerId, header: StepHeader, payload: bytes | memoryview) -> None:
+    def receive(
+        self, sender: PeerId, header: StepHeader, payload: bytes | bytearray | memoryview
+    ) -> None:
         """A frame from the stage before. Raises :class:`Refusal` when all of it is refused."""
         chain = self.table.expect(sender, header)
         if chain is None:

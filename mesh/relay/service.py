@@ -284,7 +284,7 @@ class Relay:
         header: StepHeader | None = None
         try:
             header = parse(StepHeader, body)
-            self._host_of(header.chain).receive(sender, header, memoryview(payload))
+            self._host_of(header.chain).receive(sender, header, payload)
         except Refusal as refusal:
             if header is None:
                 _log.warning("a step frame from %s that is none: %s", sender, refusal)

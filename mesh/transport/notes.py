@@ -87,7 +87,9 @@ class NoteDesk:
 
     def take_credit(self, kind: str, size: int) -> SendCredit | None:
         """Take ``size`` bytes of credit, unless there is none now."""
-        credit = self._credit.setdefault(kind, SendCredit())
+        credit = self._credit.get(kind)
+        if credit is None:
+            credit = self._credit[kind] = SendCredit()
         if not credit.may_send:
             return None
         credit.spend(size)
