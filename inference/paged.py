@@ -135,8 +135,9 @@ class PagedModel:
                 # Steps that decode are alike, and a new tensor costs ten times what they hold.
                 np.copyto(held, values)
             else:
-                held = self._fed[name] = values.copy()
+                held = values.copy()
                 self._request.set_tensor(name, ov.Tensor(held, shared_memory=True))
+                self._fed[name] = held  # not before the runtime has taken it
         self._request.start_async()
 
     def wait(self) -> NDArray[Any]:

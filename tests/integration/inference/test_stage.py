@@ -109,6 +109,30 @@ def test_hostile_hidden_states(stages: tuple[Stage, Stage]) -> None:
     assert stages[1].step(StepBatch((Part(1, 2, 2),), good)).shape == (0, 256)
 
 
+def test_what_is_told_may_change_while_it_is_computed(stages: tuple[Stage, Stage]) -> None:
+    first = stages[0]
+    wanted = [first.step(StepBatch((Part(1, 0, 4),), ids(4, at))).copy() for at in (3, 9)]
+    rows = ids(4)
+    for at, hidden in zip((3, 9), wanted, strict=True):  # into a new tensor and into a kept one
+        rows[:] = ids(4, at)
+        first.begin(StepBatch((Part(1, 0, 4),), rows))
+        rows[:] = 0
+        assert np.array_equal(first.finish(), hidden)
+
+
+def test_an_input_that_the_runtime_refuses_leaves_no_trace(stages: tuple[Stage, Stage]) -> None:
+    first = stages[0]
+    good = [first.step(StepBatch((Part(1, 0, n),), ids(n))).copy() for n in (3, 5)]
+    first.step(StepBatch((Part(1, 0, 3),), ids(3, 50)))
+    paged = first._paged
+    paged.input_dtype, dtype = np.dtype(np.float32), paged.input_dtype
+    with pytest.raises(RuntimeError):
+        first.step(StepBatch((Part(1, 0, 5),), ids(5)))
+    paged.input_dtype = dtype
+    assert np.array_equal(first.step(StepBatch((Part(1, 0, 5),), ids(5))), good[1])
+    assert np.array_equal(first.step(StepBatch((Part(1, 0, 3),), ids(3))), good[0])
+
+
 def test_one_refused_part_can_be_left_out(stages: tuple[Stage, Stage]) -> None:
     alone = logits(stages, 1, 0, ids(20))
     parts = [Part(1, 0, 20), Part(2, 5, 20)]
