@@ -120,7 +120,6 @@ class Computer:
         started = time.perf_counter()
         entries = [entry for frame in frames for entry in frame.rows]
         values = [frame.values for frame in frames]
-        # A copy of the runtime's own: what has arrived is a view that must not be written to.
         batch = np.concatenate(values, dtype=self._dtype)
         failed: dict[int, Refusal] = {}
         sampled: list[tuple[int, Session, Row]] = []

@@ -267,7 +267,8 @@ class StageHost:
             # Some frame of these led where nobody foresaw. They are given up, and not the stage.
             _log.exception("a step failed")
             self._give_up(self._step, f"{type(error).__name__}: {error}")
-        self._step = []
+        finally:  # whatever that leads to, there is no end to be waited for any more
+            self._step = []
         self._clear()
         deferred, self._deferred = self._deferred, []
         for action in deferred:

@@ -54,6 +54,8 @@ class ToyStage:
         self.largest = 0  # sessions in one step
         self.seconds = 0.0  # that a step takes
         self.broken: set[int] = set()  # sessions that it refuses
+        self.failing: str | None = None  # where a step ends in an error: "begin" or "finish"
+        self.computing = False
 
     def __contains__(self, session: int) -> bool:
         return session in self._kv
@@ -63,10 +65,12 @@ class ToyStage:
         return len(self._kv)
 
     def open(self, session: int, prompt: int | None = None) -> None:
+        assert not self.computing
         self._kv[session] = []
         self._prompts[session] = prompt or 0
 
     def close(self, session: int) -> None:
+        assert not self.computing
         self._kv.pop(session, None)
 
     def step(self, batch: StepBatch) -> np.ndarray:
@@ -74,11 +78,20 @@ class ToyStage:
         return self.finish()
 
     def finish(self) -> np.ndarray:
+        assert self.computing
         if self.seconds:
             time.sleep(self.seconds)
+        self.computing = False
+        self._fail("finish")
         return self._output
 
+    def _fail(self, where: str) -> None:
+        if self.failing == where:
+            raise RuntimeError(f"the runtime fails at {where}")
+
     def begin(self, batch: StepBatch) -> None:
+        assert not self.computing
+        self._fail("begin")
         used = sum(-(-len(kv) // self.block_size) for kv in self._kv.values())
         self.largest = max(self.largest, len(batch.parts))
         out: list[np.ndarray] = []
@@ -104,6 +117,7 @@ class ToyStage:
             out = [self._logits(out[i]) for i in batch.sampled]
         width = VOCABULARY if self.range.is_last else HIDDEN
         self._output = np.array(out, np.float32).reshape(-1, width)
+        self.computing = True
 
     def _check(self, part: Part) -> None:
         if part.session not in self._kv or part.session in self.broken:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+
+import outcome
 import pytest
 import trio
 
@@ -124,3 +127,57 @@ def test_a_session_that_a_stage_fails_on_fails_alone(toys) -> None:
             await world.empty()
 
     trio.run(main)
+
+
+@pytest.mark.parametrize("where", ["begin", "finish"])
+def test_a_runtime_that_fails_fails_its_step_and_no_other(toys, where: str) -> None:
+    async def main() -> None:
+        async with toys.open_world() as world:
+            a = await world.add("a", 0, 2, 4)
+            b = await world.add("b", 2, 4, 4)
+            head, ask = world.head(a, b), toys.Ask([1], 20)
+            for stage in (world.stages[b], world.stages[a]):
+                stage.failing = where
+                with pytest.raises(
+                    GenerationError, match=f"the runtime fails at {where}"
+                ) as caught:
+                    await toys.collect(head, toys.Ask([2], 20))
+                assert caught.value.code == "engine_failed"
+                stage.failing = None
+                assert await toys.collect(head, ask) == ask.expected(4)
+            await world.empty()
+
+    trio.run(main)
+
+
+def test_a_stage_whose_failure_cannot_be_told_ends(toys) -> None:
+    """It has nobody left to wait for: who unloads it, or stops the node, must not wait for ever."""
+
+    class Untold(Exception):
+        pass
+
+    def untold(*_) -> None:
+        raise Untold
+
+    async def main() -> None:
+        async with toys.open_world() as world:
+            a = await world.add("a", 0, 4, 4)
+            world.stages[a].failing = "finish"
+            world.relays[a].refused = untold
+            await toys.collect(world.head(a), toys.Ask([1], 5))
+
+    with pytest.raises(ExceptionGroup) as caught:
+        with_bound(main)
+    assert caught.group_contains(Untold)
+
+
+def with_bound(main) -> None:
+    """:func:`trio.run`, of what no cancelling may end."""
+    ended: list[outcome.Outcome[None]] = []
+    thread = threading.Thread(
+        target=lambda: ended.append(outcome.capture(trio.run, main)), daemon=True
+    )
+    thread.start()
+    thread.join(20)
+    assert ended, "still running"
+    ended[0].unwrap()
