@@ -14,11 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import Field, field_serializer, field_validator, model_validator
 
 from inference.generation import MAX_TOP_LOGPROBS, SamplingParams, TokenId
 from inference.sampling import Sampled as Draw
 from mesh.relay.frames import MAX_ROWS, MAX_STAGES, ChainId, Listed, Number, Seconds, Wire
+from mesh.relay.refusal import Refusal
 
 OPEN, FENCE, REPLAY = "relay.open", "relay.fence", "relay.replay"
 GROW, CLOSE, PROBE = "relay.grow", "relay.close", "relay.probe"
@@ -111,6 +113,22 @@ class Open(Neighbours):
         if len({s.session for s in self.sessions}) != len(self.sessions):
             raise ValueError("a session twice")
         return self
+
+
+def histories(message: Open, payload: bytes | bytearray | memoryview) -> list[list[int]]:
+    """The token ids in the payload of an open message, of each session. Raises :class:`Refusal`."""
+    total = sum(session.history for session in message.sessions)
+    if len(payload) != 4 * total:
+        raise Refusal("bad_size", f"{total} token ids are {4 * total} bytes, not {len(payload)}")
+    ids = np.frombuffer(payload, "<i4")
+    if total and ids.min() < 0:
+        raise Refusal("malformed", "a token id is negative")
+    found = []
+    start = 0
+    for session in message.sessions:
+        found.append(ids[start : start + session.history].tolist())
+        start += session.history
+    return found
 
 
 class RefusedSession(Wire):

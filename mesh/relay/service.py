@@ -18,6 +18,7 @@ import trio
 from numpy.typing import NDArray
 
 from mesh.identity import PeerId
+from mesh.relay.closings import Closings
 from mesh.relay.compute import StageEngine
 from mesh.relay.frames import STEP_KIND, StepHeader, Wire, parse
 from mesh.relay.host import StageHost
@@ -47,10 +48,11 @@ from mesh.relay.messages import (
     RefusedSession,
     Replay,
     Tokens,
+    histories,
 )
 from mesh.relay.outbox import Outbox, Parcel
 from mesh.relay.refusal import Refusal
-from mesh.relay.sessions import Chain
+from mesh.relay.sessions import Chain, Session
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +83,7 @@ class Relay:
         self.heads: dict[bytes, Head] = {}
         self._hosts: dict[tuple[str, int, int], StageHost] = {}
         self._chains: dict[bytes, StageHost] = {}  # which stage a chain that is open here is in
+        self._closings = Closings()
         self._outboxes: dict[tuple[PeerId, bool], Outbox] = {}
         self._nursery: trio.Nursery | None = None
 
@@ -171,16 +174,16 @@ class Relay:
 
     async def _open(self, sender: PeerId, body: Any, payload: Buffer) -> Opened:
         message = parse(Open, body)
-        ids = _token_ids(message, payload)
-        host = self._hosts.get((message.model, message.first, message.last))
-        if host is None:
-            raise self._no_stage(message)
-        if self._chains.get(message.chain, host) is not host:
-            raise Refusal("chain_mismatch", "the chain is open in another stage of this node")
+        ids = histories(message, payload)
         if sender != self.links.me and message.first == 0:
             raise Refusal("wrong_rank", "rank 0 is the head: it opens its own stage itself")
+        self._stage_for(message)
         await self._reach(PeerId(message.next))
-        refused = host.open(sender, message, ids)
+        # Meanwhile the link to the head may have gone, and the stage.
+        await trio.lowlevel.checkpoint_if_cancelled()
+        host = self._stage_for(message)
+        message, ids = self._closings.sift(sender, message, ids)
+        refused = host.open(sender, message, ids) if message.sessions else []
         if message.chain in host.table.chains:
             self._chains[message.chain] = host
         return Opened(refused=tuple(refused), free_tokens=host.table.free_tokens)
@@ -191,12 +194,17 @@ class Relay:
         except PeerLost as lost:
             raise Refusal("next_unreachable", str(lost)[:512]) from lost
 
-    def _no_stage(self, message: Open) -> Refusal:
+    def _stage_for(self, message: Open) -> StageHost:
+        host = self._hosts.get((message.model, message.first, message.last))
+        if host is not None:
+            if self._chains.get(message.chain, host) is not host:
+                raise Refusal("chain_mismatch", "the chain is open in another stage of this node")
+            return host
         here = [f"{first}-{last}" for model, first, last in self._hosts if model == message.model]
         if not here:
-            return Refusal("unknown_model", f"no stage of model {message.model} is loaded here")
+            raise Refusal("unknown_model", f"no stage of model {message.model} is loaded here")
         wanted = f"{message.first}-{message.last}"
-        return Refusal("wrong_range", f"layers {', '.join(here)} are here, not {wanted}")
+        raise Refusal("wrong_range", f"layers {', '.join(here)} are here, not {wanted}")
 
     def _host_of(self, chain: bytes) -> StageHost:
         host = self._chains.get(chain)
@@ -240,9 +248,12 @@ class Relay:
     async def _close(self, sender: PeerId, body: Any, _payload: Buffer) -> None:
         message = parse(Close, body)
         host = self._chains.get(message.chain)
+        ended: list[Session] = []
         if host is not None:
-            host.free(host.table.close(sender, message))
+            ended = host.table.close(sender, message)
+            host.free(ended)
             self._tidy(host)
+        self._closings.add(sender, message, {session.number for session in ended})
 
     async def _probe(self, sender: PeerId, body: Any, _payload: Buffer) -> Probed:
         message = parse(Probe, body)
@@ -309,6 +320,7 @@ class Relay:
 
     def link_down(self, peer: PeerId) -> None:
         """The link to ``peer`` is gone: what it is the head of ends, heads of others are told."""
+        self._closings.forget(peer)
         for host in self._hosts.values():
             host.free(host.table.drop_head(peer))
             self._tidy(host)
@@ -381,19 +393,3 @@ async def _contained(task: Callable[..., Awaitable[None]], *args: Any) -> None:
         await task(*args)
     except Exception:
         _log.exception("a task of a chain failed")
-
-
-def _token_ids(message: Open, payload: Buffer) -> list[list[int]]:
-    """The histories in the payload of an open message, one for each session."""
-    total = sum(session.history for session in message.sessions)
-    if len(payload) != 4 * total:
-        raise Refusal("bad_size", f"{total} token ids are {4 * total} bytes, not {len(payload)}")
-    ids = np.frombuffer(payload, "<i4")
-    if total and ids.min() < 0:
-        raise Refusal("malformed", "a token id is negative")
-    histories = []
-    start = 0
-    for session in message.sessions:
-        histories.append(ids[start : start + session.history].tolist())
-        start += session.history
-    return histories

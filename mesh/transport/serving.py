@@ -120,6 +120,8 @@ class ServedCall:
         request = Request(Message(head.b, frame.payload), self._link)
         try:
             with self.scope:
+                # What is taken back before its turn has come is not begun.
+                await trio.lowlevel.checkpoint_if_cancelled()
                 with trio.move_on_at(deadline) as limit:
                     await self._answer(services, request, head.k)
                 if limit.cancelled_caught:

@@ -192,10 +192,23 @@ def test_a_session_that_begins_at_a_stage_that_hangs_need_not_wait_for_it(toys) 
 
             world.hung[head.route[2].peer] = trio.Event()  # and now there is no other
             before = trio.current_time()
-            with pytest.raises(GenerationError) as caught:
-                await toys.collect(head, ask)
-            assert caught.value.code == "node_lost"
+
+            async def client() -> None:
+                with pytest.raises(GenerationError) as caught:
+                    await toys.collect(head, ask)
+                assert caught.value.code == "node_lost"
+
+            async with trio.open_nursery() as nursery:
+                for _ in range(8):
+                    nursery.start_soon(client)
             assert trio.current_time() - before < 6.0
+
+            # They come back, and to what was asked of them meanwhile, in whatever order.
+            for event in world.hung.values():
+                event.set()
+            world.hung.clear()
+            await trio.sleep(0.1)
+            await world.empty()
 
     trio.run(main)
 
