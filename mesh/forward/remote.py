@@ -84,4 +84,6 @@ async def next_message(link: Link, call: AsyncIterator[Message]) -> Message:
             except StopAsyncIteration:
                 raise WireError("the answer ended without an end") from None
         silent = silent + 1 if link.silent_for >= SLICE_SECONDS else 0
+        if silent == 1:  # a beat is overdue, or nearly
+            link.prod()
     raise GenerationError("node_lost", f"{link.peer} has been silent for {SILENCE_SECONDS} s")
