@@ -49,7 +49,8 @@ def wait_for(node: Any, peers: int, model: str) -> None:
 
 def test_requests_go_to_the_idle_replica(replicas: tuple[Any, str]) -> None:
     network, model = replicas
-    # Both measure themselves alone, and get to know each other only once one of them is busy.
+    # Both measure themselves alone, and get to know each other only once one of them is busy: with
+    # three times what it has slots for, so that clients wait also when some end at the same time.
     busy = network.start("busy", "--model", model, "--slots", "4")
     idle = network.start("idle", "--model", model, "--slots", "4")
     enough = threading.Event()
@@ -60,8 +61,8 @@ def test_requests_go_to_the_idle_replica(replicas: tuple[Any, str]) -> None:
             with suppress(httpx2.HTTPError):
                 complete(busy, model, 1200)
 
-    with ThreadPoolExecutor(6) as pool:
-        long = [pool.submit(keep_busy) for _ in range(6)]
+    with ThreadPoolExecutor(12) as pool:
+        long = [pool.submit(keep_busy) for _ in range(12)]
         entry = network.start("entry", peers=(busy, idle))
         wait_for(entry, 2, model)
         answered = Counter(complete(entry, model, 4) for _ in range(8))
