@@ -95,6 +95,7 @@ class GossipService:
             trust,
             self._knowledge,
             boot=lambda: self.boot,
+            refresh=self._refresh,
             rng=rng,
         )
         self._topics = {
@@ -340,6 +341,13 @@ class GossipService:
         )
         self._knowledge.apply(Mine(signed))
         return signed
+
+    def _refresh(self) -> None:
+        """A peer is about to get the advert of this node: with the load of now. A newcomer would
+        take it for idle until the next load report."""
+        mine = self._knowledge.table.entries.get(self._identity.peer_id)
+        if mine is not None and mine.signed.advert.load != self._publishing.load:
+            self._sign_advert()
 
     async def _publish_advert(self) -> SignedAdvert:
         signed = self._sign_advert()

@@ -42,7 +42,8 @@ NO_LINK = "no_link"
 
 
 class Talks:
-    """All of it for one node. ``boot`` gives the node's present boot."""
+    """All of it for one node. ``boot`` gives the node's present boot; ``refresh`` is called before
+    its own advert is compared with what a peer has, and may sign a newer one."""
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class Talks:
         knowledge: Knowledge,
         *,
         boot: Callable[[], int],
+        refresh: Callable[[], None],
         rng: random.Random,
     ) -> None:
         self._transport = transport
@@ -59,6 +61,7 @@ class Talks:
         self._trust = trust
         self._knowledge = knowledge
         self._boot = boot
+        self._refresh = refresh
         self._rng = rng
         self._syncing: set[PeerId] = set()  # under way or waiting for their turn
         self._syncs = trio.CapacityLimiter(SYNCS_AT_ONCE)
@@ -101,6 +104,7 @@ class Talks:
 
     async def _sync(self, link: Link) -> bool:
         """One question and answer; whether there is more to get."""
+        self._refresh()
         lists = revocation.numbers(self._trust.revocation_lists)
         call = SyncCall(boot=self._boot(), lists=lists)
         reply = await link.request(
@@ -130,6 +134,7 @@ class Talks:
 
     async def _answer_sync(self, request: Request) -> Message:
         call = parse(SyncCall, request.message.body)
+        self._refresh()
         theirs = anti_entropy.parse_digest(bytes(request.message.payload))
         lists = self._trust.revocation_lists
         newer = revocation.newer_than(revocation.parse_numbers(call.lists), lists)

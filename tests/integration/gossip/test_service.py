@@ -161,6 +161,24 @@ def test_a_newcomer_has_the_whole_view_after_one_exchange(on_net):
     on_net(test)
 
 
+def test_a_newcomer_does_not_take_a_busy_node_for_an_idle_one(on_net, make_holding):
+    async def test(net):
+        busy = await net.start(net.identity("busy"))
+        busy.gossip.announce(holdings=(make_holding(1),))
+        await trio.sleep(0.5)  # its advert is out
+        for active in (5, 6, 7, 8):  # who asks whom depends on the newcomer's PeerId
+            busy.gossip.report([HoldingLoad(id=1, active=active, waiting=0)])
+            await trio.sleep(0.7)  # and so is its load report
+            newcomer = await net.start(net.identity(f"newcomer-{active}"))
+            await newcomer.transport.connect(busy.transport.addresses[0])
+            with trio.fail_after(5):
+                view = await newcomer.gossip.wait_until(lambda v: v.can_use("m"))
+            node = view.nodes[busy.peer]
+            assert node.load_of(node.holdings[0]).active == active
+
+    on_net(test)
+
+
 def test_a_revocation_reaches_every_node_and_throws_the_revoked_out(on_net):
     async def test(net):
         nodes = await net.mesh(4)
