@@ -58,7 +58,7 @@ def sessions(node: Any) -> int:
 def test_requests_go_to_the_idle_replica(replicas: tuple[Any, str]) -> None:
     network, model = replicas
     # Both measure themselves alone, and get to know each other only once one of them is busy. That
-    # has enough to do until the end, all of it from the beginning: it would pass on what came later.
+    # has enough to do until the end, all of it from the start: it would pass on what came later.
     busy = network.start("busy", "--model", model, "--slots", "4")
     idle = network.start("idle", "--model", model, "--slots", "4")
 
