@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +62,9 @@ class PeerFetch:
     ) -> None:
         self._shelf = shelf
         self._transferred = transferred
+        # By digest: several ranges of one model may be fetched at once, and share files. None looks
+        # at them while another gives them their names.
+        self._turns: defaultdict[str, trio.Lock] = defaultdict(trio.Lock)
 
     async def fetch(
         self,
@@ -98,9 +101,11 @@ class PeerFetch:
         manifest = parse_manifest(offer.body.manifest, folder, call.digest)
         try:
             await trio.to_thread.run_sync(self._shelf.make_room, call.digest, offer.size)
-            missing = await trio.to_thread.run_sync(_prepare, folder, offer)
+            async with self._turns[call.digest]:
+                missing = await trio.to_thread.run_sync(_prepare, folder, offer)
             await self._download(call, offer, able, folder, missing, progress)
-            await trio.to_thread.run_sync(_finish, folder, offer, manifest)
+            async with self._turns[call.digest]:
+                await trio.to_thread.run_sync(_finish, folder, offer, manifest)
             self._shelf.mark(call.digest, call.first, call.last).touch()
         except OSError as error:
             raise StoreError(f"cannot write to {folder}: {error.strerror or error}") from error
@@ -139,13 +144,15 @@ class PeerFetch:
         missing: list[_Piece],
         progress: Progress,
     ) -> None:
+        """Raises :class:`StoreError`, and OSError when the disk does not take it."""
         total = offer.size
         done = total - sum(_length(offer, piece) for piece in missing)
         queue = list(reversed(missing))
         progress(done, total)
         bad: set[PeerId] = set()
+        failures: list[OSError] = []
 
-        async def work(link: Link) -> None:
+        async def work(link: Link, workers: trio.CancelScope) -> None:
             nonlocal done
             while queue and link.peer not in bad:
                 piece = queue.pop()
@@ -160,7 +167,13 @@ class PeerFetch:
                 except BaseException:
                     queue.append(piece)
                     raise
-                await trio.to_thread.run_sync(_write, folder, offer, piece, data)
+                try:
+                    await trio.to_thread.run_sync(_write, folder, offer, piece, data)
+                except OSError as error:
+                    # Not out of the nursery, where it would be in a group that nobody expects.
+                    failures.append(error)
+                    workers.cancel()
+                    return
                 self._transferred(link.peer, len(data), trio.current_time() - began)
                 done += len(data)
                 progress(done, total)
@@ -172,7 +185,9 @@ class PeerFetch:
             async with trio.open_nursery() as nursery:
                 for link in able:
                     for _ in range(AT_ONCE):
-                        nursery.start_soon(work, link)
+                        nursery.start_soon(work, link, nursery.cancel_scope)
+            if failures:
+                raise failures[0]
 
 
 async def _ask(
@@ -249,9 +264,15 @@ def _wrong(path: Path, offer: Offer, number: int) -> Iterator[int]:
 
 
 def _write(folder: Path, offer: Offer, piece: _Piece, data: bytes) -> None:
-    with _partial(folder, offer.body.files[piece.file].path).open("r+b") as stream:
-        stream.seek(piece.index * CHUNK)
-        stream.write(data)
+    path = offer.body.files[piece.file].path
+    try:
+        with _partial(folder, path).open("r+b") as stream:
+            stream.seek(piece.index * CHUNK)
+            stream.write(data)
+    except FileNotFoundError:
+        # A fetch of other layers may have been faster with a file of both: it is whole and right.
+        if not (folder / path).exists():
+            raise
 
 
 def _finish(folder: Path, offer: Offer, manifest: ModelManifest) -> None:

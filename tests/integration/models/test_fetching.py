@@ -212,6 +212,59 @@ def test_a_broken_off_fetch_goes_on_where_it_stopped(tmp_path, authority):
     run(tmp_path, authority, main)
 
 
+class Held:
+    """A link over which chunks come when they are ``let``."""
+
+    def __init__(self, link):
+        self.peer, self.link = link.peer, link
+        self.asked, self.let = trio.Event(), trio.Event()
+
+    async def request(self, kind, *arguments, **options):
+        if kind == CHUNK_KIND:
+            self.asked.set()
+            await self.let.wait()
+        return await self.link.request(kind, *arguments, **options)
+
+
+def test_two_ranges_of_one_model_are_fetched_at_once(tmp_path, authority):
+    """Both bring the tokenizer, and the one that is done first gives the files their names."""
+
+    async def main(mesh):
+        giver, taker = await mesh.giver("giver"), await mesh.node("taker")
+        digest = put_model(tmp_path / "giver").digest
+        (link,) = await links(taker, giver)
+        fetch, slow = PeerFetch(mesh.shelves["taker"]), Held(link)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(fetch.fetch, digest, (1, 3), [slow])
+            await slow.asked.wait()
+            await fetch.fetch(digest, (0, LAYERS), [link])
+            slow.let.set()
+        for layers in ((1, 3), (0, LAYERS)):
+            here = mesh.shelves["taker"].find(digest, *layers)
+            assert here is not None
+        assert same(tmp_path / "giver" / "made-up", here.path, *SIZES)
+        assert not list(here.path.rglob("*.part"))
+
+    run(tmp_path, authority, main)
+
+
+def test_a_disk_that_does_not_take_a_chunk_ends_the_fetch(tmp_path, authority):
+    async def main(mesh):
+        giver, taker = await mesh.giver("giver"), await mesh.node("taker")
+        digest = put_model(tmp_path / "giver").digest
+        folder = mesh.shelves["taker"].folder(digest)
+
+        def clear(done, total):
+            shutil.rmtree(folder)  # once the files are made
+
+        with pytest.raises(StoreError, match="cannot write"):
+            await PeerFetch(mesh.shelves["taker"]).fetch(
+                digest, (0, LAYERS), await links(taker, giver), clear
+            )
+
+    run(tmp_path, authority, main)
+
+
 def test_only_nodes_that_may_serve_get_weights_and_nonsense_is_answered(tmp_path, authority):
     from ca.naming import Role
     from mesh.transport import RemoteError
