@@ -43,7 +43,8 @@ class Publishing:
         self._advert_due = -math.inf  # the first one is due at once
         self._advert_sent = -math.inf
         self._load_sent = -math.inf
-        self._sent_load: dict[int, HoldingLoad] = {}
+        # What all have heard; None while some have heard something else.
+        self._sent_load: dict[int, HoldingLoad] | None = {}
         self._load: dict[int, HoldingLoad] = {}
         self._stretch = 1.0
 
@@ -95,6 +96,11 @@ class Publishing:
         self._advert_sent = now
         self._advert_due = now + ADVERT_EVERY * self._stretch * (1.0 - 0.1 * jitter)
         self._sent_load = dict(self._load)
+
+    def told_one(self) -> None:
+        """One peer has the load of now. All get it when it is due, or what it is by then: even if
+        that is what they have."""
+        self._sent_load = None
 
     def sent_load(self, now: float) -> None:
         self._load_sent = now

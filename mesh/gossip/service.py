@@ -348,6 +348,8 @@ class GossipService:
         mine = self._knowledge.table.entries.get(self._identity.peer_id)
         if mine is not None and mine.signed.advert.load != self._publishing.load:
             self._sign_advert()
+            self._publishing.told_one()
+            self._woken.set()
 
     async def _publish_advert(self) -> SignedAdvert:
         signed = self._sign_advert()

@@ -11,7 +11,8 @@ closing, mending) runs in tasks of the relay.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import trio
@@ -157,18 +158,24 @@ class ChainHead:
             raise GenerationError(
                 "overloaded", f"{self.waiting} requests wait for this chain", retry_after=1.0
             )
-        self._entering += 1
-        try:
+        with self.expecting():
             await self._places.acquire()
             try:
                 await self._enter(session)
             except BaseException:
                 self.end(session)
                 raise
+        session.started = trio.current_time()
+
+    @contextmanager
+    def expecting(self) -> Iterator[None]:
+        """Inside, the chain is not idle: a session is on its way into it."""
+        self._entering += 1
+        try:
+            yield
         finally:
             self._entering -= 1
             self._changed()
-        session.started = trio.current_time()
 
     def end(self, session: HeadSession) -> None:
         """The session is over or not wanted any more: free it everywhere. Twice is fine."""
@@ -218,7 +225,8 @@ class ChainHead:
             opened = False
             try:
                 await at_once(partial(self._open, rank, session) for rank in range(len(self.route)))
-                opened = self.ring.epoch == epoch and self._mender.steady and not session.ended
+                steady = self.ring.epoch == epoch and self._mender.steady
+                opened = steady and not session.ended and self._failure is None
             except PeerLost as lost:
                 self._mender.lose(lost.peer)
             except Refusal as refusal:
@@ -374,6 +382,7 @@ class ChainHead:
         """Reserve more tokens on all stages, waiting for others to give up theirs if need be."""
         number = session.number
         while self._sessions.get(number) is session:
+            epoch = self.ring.epoch
             capacity = min(session.length, session.capacity + GROWTH)
             message = Grow(chain=self.ring.id, session=number, capacity=capacity)
             freed = self._room.freed
@@ -392,12 +401,14 @@ class ChainHead:
                 elif self._mender.steady:
                     self._fail(session, GenerationError("engine_failed", str(refusal)))
             else:
-                if self._sessions.get(number) is session:
-                    session.capacity = capacity
-                    session.growing = session.starved = False
-                    self._schedule.grow(number, capacity)
-                    self._pump()
-                return
+                # Who has taken over from a stage that had answered does not know of it.
+                if self.ring.epoch == epoch:
+                    if self._sessions.get(number) is session:
+                        session.capacity = capacity
+                        session.growing = session.starved = False
+                        self._schedule.grow(number, capacity)
+                        self._pump()
+                    return
             await self._mender.wait_steady()
 
     def _unblock(self) -> None:
@@ -411,18 +422,24 @@ class ChainHead:
         elif running:
             # It comes back when another one has ended: room that it frees is for those that wait.
             youngest = max(running, key=lambda other: other.asked)
-            self._leave(youngest, tell=False)
-            self._relay.spawn(self._enter_again, youngest, self._room.ended)
+            self._begin_anew(youngest, self._room.ended)
+
+    def _begin_anew(self, session: HeadSession, when: trio.Event | None) -> None:
+        """Compute a session from its token ids again, in the place that it has."""
+        self._leave(session, tell=False)
+        self._entering += 1
+        self._relay.spawn(self._enter_again, session, when)
 
     async def _enter_again(self, session: HeadSession, when: trio.Event | None) -> None:
-        """Compute a session from its token ids again, in the place that it has."""
-        if when is not None:
-            await when.wait()
         try:
+            if when is not None:
+                await when.wait()
             await self._enter(session)
         except GenerationError as error:
             if not session.ended:
                 self._fail(session, error)
+        finally:
+            self._entering -= 1
 
     # -- losses -------------------------------------------------------------------------------
 
@@ -449,8 +466,7 @@ class ChainHead:
                 self._note_route(session)
         for session in mended.anew:
             if not session.ended:
-                self._leave(session, tell=False)
-                self._relay.spawn(self._enter_again, session, None)
+                self._begin_anew(session, None)
 
 
 def _as_error(refusal: Refusal) -> GenerationError:

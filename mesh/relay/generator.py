@@ -108,16 +108,20 @@ class ChainRun:
         """See :class:`inference.generation.Generator`."""
         chain = self._chain
         output = Output(request, chain.tokenizer)
-        prompt = await chain.prompt(request)
-        length = len(prompt) + request.max_tokens if request.max_tokens else chain.context_length
-        session = HeadSession(
-            [*prompt, *request.resume], len(prompt), length, output.ends, request.sampling
-        )
-        self._resumed = len(request.resume)
-        if (reason := output.nothing_left(length - len(prompt))) is not None:
+        with chain.head.expecting():  # the prompt takes a while, and the chain was chosen already
+            prompt = await chain.prompt(request)
+            room = chain.context_length - len(prompt)
+            length = len(prompt) + (request.max_tokens or room)
+            session = HeadSession(
+                [*prompt, *request.resume], len(prompt), length, output.ends, request.sampling
+            )
+            self._resumed = len(request.resume)
+            reason = output.nothing_left(length - len(prompt))
+            if reason is None:
+                await chain.head.start(session)
+        if reason is not None:
             yield output.end(reason, session, trio.current_time())
             return
-        await chain.head.start(session)
         self._session = session
         try:
             while True:

@@ -8,7 +8,7 @@ what to hold and what to send again, so that each is ready before the one before
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +17,7 @@ from typing import Any
 import trio
 
 from mesh.identity import PeerId
-from mesh.relay.frames import Wire, parse
+from mesh.relay.frames import parse
 from mesh.relay.links import PeerLost, at_once
 from mesh.relay.messages import (
     CLOSE,
@@ -90,20 +90,37 @@ async def mend(relay: Relay, ring: Ring, sessions: Sequence[HeadSession]) -> Men
         for rank, stage in enumerate(held)
     )
     for rank in reversed(range(len(held))):
-        known = [session.number for session in going_on if session.number in held[rank]]
+        known = [session for session in going_on if session.number in held[rank]]
         for start in range(0, len(known), MAX_SESSIONS):
-            part = tuple(
-                ReplaySession(
-                    session=number,
-                    past=orders[number][rank].past,
-                    emit_from=orders[number][rank].emit_from,
-                    replay_from=orders[number][rank].replay_from,
-                )
-                for number in known[start : start + MAX_SESSIONS]
-            )
-            message = Replay(chain=ring.id, epoch=ring.epoch, sessions=part)
-            await _insist(relay, ring.route[rank].peer, REPLAY, message, REPLAY_SECONDS)
+            await _replay(relay, ring, rank, known[start : start + MAX_SESSIONS], orders)
     return mended
+
+
+async def _replay(
+    relay: Relay,
+    ring: Ring,
+    rank: int,
+    sessions: Sequence[HeadSession],
+    orders: Mapping[int, tuple[Marks, ...]],
+) -> None:
+    peer = ring.route[rank].peer
+    part = tuple(
+        ReplaySession(
+            session=session.number,
+            past=orders[session.number][rank].past,
+            emit_from=orders[session.number][rank].emit_from,
+            replay_from=orders[session.number][rank].replay_from,
+        )
+        for session in sessions
+    )
+    message = Replay(chain=ring.id, epoch=ring.epoch, sessions=part)
+    try:
+        await relay.ask(peer, REPLAY, message, timeout=REPLAY_SECONDS)
+    except Refusal as refusal:
+        # When all clients leave meanwhile, the stage forgets the chain. Otherwise it has no reason
+        # to refuse, and if it does, it is of no use.
+        if refusal.code != "unknown_chain" or not all(session.ended for session in sessions):
+            raise PeerLost(peer, str(refusal)) from refusal
 
 
 async def _fence(relay: Relay, ring: Ring) -> list[dict[int, Held]]:
@@ -169,14 +186,6 @@ async def open_at(relay: Relay, peer: PeerId, message: Open, history: bytes) -> 
 
     await at_once((ask, watch))
     return parse(Opened, answers[0])
-
-
-async def _insist(relay: Relay, peer: PeerId, kind: str, message: Wire, timeout: float) -> Any:
-    """Ask a stage that has no reason to refuse; if it does, it is of no use."""
-    try:
-        return await relay.ask(peer, kind, message, timeout=timeout)
-    except Refusal as refusal:
-        raise PeerLost(peer, str(refusal)) from refusal
 
 
 async def close_at(relay: Relay, peer: PeerId, message: Close) -> None:

@@ -99,6 +99,18 @@ def test_a_busy_node_repeats_itself_and_promises_so():
     assert publishing.deadline == ADVERT_EVERY
 
 
+def test_what_one_peer_was_told_all_are_told_even_if_it_is_over():
+    publishing = Publishing()
+    publishing.load_changed({1: load(0)})
+    publishing.sent_advert(0.0, 0.0)
+    publishing.load_changed({1: load(1)})
+    publishing.told_one()
+    publishing.load_changed({1: load(0)})
+    assert publishing.deadline == LOAD_GAP and publishing.due(LOAD_GAP) == "load"
+    publishing.sent_load(LOAD_GAP)
+    assert publishing.deadline == ADVERT_EVERY
+
+
 def test_each_token_of_kv_is_not_news():
     publishing = Publishing()
     publishing.load_changed({1: load(1, free_kv=10_000)})

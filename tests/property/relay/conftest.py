@@ -7,7 +7,7 @@ import hashlib
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -176,6 +176,10 @@ def reference(
     return known
 
 
+async def at_once(*_: Any) -> None:
+    pass
+
+
 @dataclass
 class MemoryLinks:
     """The links of one node of a :class:`World`."""
@@ -190,6 +194,7 @@ class MemoryLinks:
         self, peer: PeerId, kind: str, body: Any, payload: Any = b"", *, timeout: float
     ) -> Any:
         self.world.asked(kind)
+        await self.world.leaving(kind)
         self.world.check(self.me, peer)
         wire = encode_body(body)
         answers: list[outcome.Outcome[Any]] = []
@@ -211,6 +216,7 @@ class MemoryLinks:
         with trio.move_on_after(timeout):
             await answered.wait()
             await self.world.pause(self.me)
+            await self.world.returning(kind, peer)
             self.world.check(self.me, peer)
             return decode_body(encode_body(answers[0].unwrap()))
         raise PeerLost(peer, "no answer")
@@ -251,6 +257,9 @@ class World:
     cuts: set[frozenset[PeerId]] = field(default_factory=set)
     tap: Callable[[PeerId, PeerId, str, Any], None] = lambda *_: None
     asked: Callable[[str], None] = lambda _: None  # hears of requests before they leave
+    # Hold up a request before it leaves, and an answer of a peer before it is there.
+    leaving: Callable[[str], Awaitable[None]] = at_once
+    returning: Callable[[str, PeerId], Awaitable[None]] = at_once
     # After how many seconds a message comes once more, whatever has become of its sender.
     again: Callable[[str], float | None] = lambda _: None
     _queues: dict[tuple[PeerId, PeerId, bool], deque[Any]] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from inference.errors import GenerationError
 from inference.generation import SamplingParams
 from mesh.relay.chain import MAX_REPAIRS
 from mesh.relay.frames import STEP_KIND
-from mesh.relay.messages import FENCE, OPEN, REPLAY
+from mesh.relay.messages import FENCE, GROW, OPEN, REPLAY
 
 SEEDED = SamplingParams(temperature=0.9, seed=11, frequency_penalty=0.4)
 
@@ -361,5 +361,87 @@ def test_a_replay_holds_up_no_other_chain(toys) -> None:
                     await begun.wait()
                     nursery.start_soon(first)
             assert max(b - a for a, b in itertools.pairwise(steps)) <= 3
+
+    trio.run(main)
+
+
+def test_a_chain_is_in_use_while_a_session_begins_anew(toys) -> None:
+    """And when it is shut down then, the client is told."""
+
+    async def main() -> None:
+        async with toys.open_world(delay=0.02) as world:
+            head = await ring(world, kept_bytes=1)  # too little to send anything again
+            session = toys.Ask([1, 2, 3], 40).session()
+            await head.start(session)
+            for _ in range(5):
+                await session.get()
+            world.kill(head.route[2].peer)
+            with trio.fail_after(5):
+                while head.active:  # noqa: ASYNC110 (polling is the test's business)
+                    await trio.sleep(0.001)
+            assert not head.idle
+            head.close()
+            with pytest.raises(GenerationError) as caught, trio.fail_after(5):
+                while True:
+                    await session.get()
+            assert caught.value.code == "node_lost"
+            assert head.idle
+            await world.empty()
+
+    trio.run(main)
+
+
+def test_a_client_that_leaves_while_its_chain_is_mended_costs_no_stage_its_place(toys) -> None:
+    async def main() -> None:
+        async with toys.open_world() as world:
+            head = await ring(world)
+            session = toys.Ask([1, 2, 3], 400).session()
+            await head.start(session)
+            await session.get()
+
+            async def leaving(kind: str) -> None:
+                if kind == REPLAY:
+                    head.end(session)
+                    await trio.sleep(0.02)
+
+            world.leaving = leaving
+            world.kill(head.route[1].peer)
+            route = [hop.peer for hop in head.route[2:]]
+            with trio.fail_after(5):
+                while head.route[1].peer in world.dead:  # noqa: ASYNC110
+                    await trio.sleep(0.001)
+                await head._mender.wait_steady()
+            assert [hop.peer for hop in head.route[2:]] == route
+            await world.empty()
+
+    trio.run(main)
+
+
+def test_room_is_asked_for_again_when_who_gave_it_is_lost_meanwhile(toys) -> None:
+    async def main() -> None:
+        async with toys.open_world() as world:
+            head = await ring(world)
+            slow, lost = head.route[1].peer, head.route[3].peer
+            answered, go_on = trio.Event(), trio.Event()
+
+            async def returning(kind: str, peer) -> None:
+                if (kind, peer) == (GROW, slow):
+                    answered.set()
+                    await go_on.wait()
+
+            world.returning = returning
+            ask = toys.Ask([1, 2, 3], 400)
+            session = ask.session()
+            await head.start(session)
+            with trio.fail_after(10):
+                await answered.wait()
+                await trio.sleep(0.01)
+                world.kill(lost)  # it has given room
+                while head.route[3].peer == lost:  # noqa: ASYNC110
+                    await trio.sleep(0.001)
+                await head._mender.wait_steady()
+                go_on.set()
+                assert [(await session.get()).token for _ in range(400)] == ask.expected(8)
+            await world.empty()
 
     trio.run(main)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
+from inference.errors import GenerationError
 from inference.generation import GenerateRequest
+from mesh import chains
 from mesh.chains import Chains, StagedModel
 from mesh.forward.wire import ChainHop
+from mesh.relay.generator import ChainGenerator
 
 DIGEST = "d" * 64
 REQUEST = GenerateRequest(model="m", prompt_tokens=tuple(range(20)), max_tokens=12, ignore_eos=True)
@@ -89,5 +94,40 @@ def test_a_request_goes_over_the_nodes_that_were_chosen_for_it(
             assert await heads.ask(head, one, tail) == [head, one, tail]
             assert await heads.ask(head, other, tail) == [head, other, tail]
             await world.empty()
+
+    trio.run(main)
+
+
+def test_a_chain_that_a_request_is_on_its_way_to_does_not_make_room_for_another(
+    toys: Any, authority: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chains, "MAX_CHAINS", 1)
+    go_on = threading.Event()
+    tokenize = ChainGenerator._tokenize
+
+    def slowly(self: ChainGenerator, request: GenerateRequest) -> list[int]:
+        go_on.wait(10)
+        return tokenize(self, request)
+
+    monkeypatch.setattr(ChainGenerator, "_tokenize", slowly)
+
+    async def main() -> None:
+        async with toys.open_world() as world:
+            head = await world.add("head", 0, 2, 8)
+            one, other = [await world.add(name, 2, 6, 8) for name in ("one", "other")]
+            tail = await world.add("end", 6, 8, 8)
+            heads = Heads(world, authority)
+            async with trio.open_nursery() as nursery:
+
+                async def first() -> None:
+                    assert await heads.ask(head, one, tail) == [head, one, tail]
+
+                nursery.start_soon(first)
+                await trio.testing.wait_all_tasks_blocked()
+                with pytest.raises(GenerationError) as caught:
+                    await heads.ask(head, other, tail)
+                assert caught.value.code == "overloaded"
+                go_on.set()
+            assert await heads.ask(head, other, tail) == [head, other, tail]
 
     trio.run(main)
