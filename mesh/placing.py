@@ -210,8 +210,10 @@ class Placing:
                 if number not in self._loading:
                     self._nursery.start_soon(self._drain, number)
             case Keep(number):
+                stages = await self._stages()
+                # In one turn: what drains is kept, and what is about to need not begin.
                 self._leaving.discard(number)
-                (await self._stages()).keep(number)
+                stages.keep(number)
 
     def _claim(self, want: Want, first: int, last: int, sequence: int) -> int:
         model = want.model
@@ -275,6 +277,8 @@ class Placing:
 
     async def _drain(self, number: int) -> None:
         stages = await self._stages()
+        if number not in self._leaving:
+            return  # kept already, before there was anything to stop
         await stages.drain(number)
         if number in self._leaving:  # nobody has come to keep it
             self._leaving.discard(number)

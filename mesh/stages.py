@@ -118,6 +118,8 @@ class StageServer:
             with trio.move_on_after(LONGEST_DRAIN):
                 while not self._holdings.idle(number):
                     await self._changed.wait()
+            # :meth:`keep` may have had its turn after the last session's end, and before this one.
+            await trio.lowlevel.checkpoint_if_cancelled()
             self._drains.pop(number)
             await self.unload(number)
 
@@ -134,9 +136,6 @@ class StageServer:
             gone.set()
         await self._holdings.remove(number)
         _log.info("holding %d is unloaded", number)
-
-    def is_draining(self, number: int) -> bool:
-        return number in self._drains
 
     def _load_changed(self) -> None:
         self._changed.set()

@@ -1,0 +1,149 @@
+"""What a node decides about its own holdings when two things happen at nearly the same time."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import trio
+import trio.testing
+
+from ca.naming import Role
+from mesh import stages
+from mesh.config import NodeConfig
+from mesh.gossip.service import GossipService
+from mesh.holdings import Holdings
+from mesh.identity import TrustStore
+from mesh.placing import Placing
+from mesh.routing.placement.steps import Drain, Keep
+from mesh.stages import StageServer
+from mesh.transport import Transport, TransportConfig
+
+MODEL = SimpleNamespace(name="m", digest="ab" * 32, layers=4, context_length=64)
+
+
+@dataclass
+class Node:
+    """The parts of a node that place, load and let go, without the rest."""
+
+    transport: Transport
+    gossip: GossipService
+    holdings: Holdings
+    server: StageServer
+    placing: Placing
+    gates: list[trio.Event]  # who asks for the server next waits at the last of them
+    sessions: int = 0
+
+    def add_stage(self) -> int:
+        """A stage that is loaded; ``sessions`` run on it."""
+        number = self.holdings.expect(MODEL, device="CPU", slots=4, queue=4, layers=(0, 2))
+        self.holdings.add_stage(number, {}, 64, lambda: (self.sessions, 0))
+        return number
+
+    @property
+    def ready(self) -> dict[int, bool]:
+        return {holding.id: holding.ready for holding in self.holdings.announced}
+
+
+@asynccontextmanager
+async def open_node(home, authority, name="desk", **config) -> AsyncIterator[Node]:
+    """One that publishes and places, and offers no device of its own."""
+    identity = authority.identity(name, (Role.ADMIN,))
+    trust = TrustStore(authority.network, [authority.root], home / "revoked")
+    settings = NodeConfig(home=home, **config)
+    async with (
+        Transport.open(
+            TransportConfig(listen=("/ip4/127.0.0.1/udp/0/quic-v1",)), identity, trust
+        ) as transport,
+        trio.open_nursery() as nursery,
+    ):
+        gossip = GossipService(transport, identity, trust, boot=1, rng=random.Random(1))
+        holdings = Holdings(
+            on_change=lambda: gossip.announce(holdings=holdings.announced),
+            on_load=lambda: gossip.report(holdings.loads),
+        )
+        server = StageServer(
+            transport,
+            identity,
+            settings,
+            holdings,
+            view=lambda: gossip.view,
+            addresses=lambda peer: (),
+            on_load=lambda: None,
+        )
+        gates: list[trio.Event] = []
+
+        async def found():
+            if gates:
+                await gates.pop().wait()
+            return server
+
+        async def fetch(wanted, layers):
+            raise AssertionError("nothing is to be loaded here")
+
+        placing = Placing(gossip, holdings, identity, settings, stages=found, fetch=fetch)
+        await nursery.start(gossip.run)
+        await nursery.start(placing.run)
+        yield Node(transport, gossip, holdings, server, placing, gates)
+        nursery.cancel_scope.cancel()
+
+
+@pytest.fixture
+def run(make_authority, tmp_path):
+    authority = make_authority("testnet", time.time() - 86_400)
+
+    def run(main):
+        async def outer():
+            with trio.fail_after(30):
+                async with open_node(tmp_path, authority) as node:
+                    await main(node)
+
+        trio.run(outer)
+
+    return run
+
+
+@pytest.fixture
+def prompt(monkeypatch):
+    """Nothing is waited for that may be on its way still."""
+    monkeypatch.setattr(stages, "STRAGGLERS", 0.0)
+
+
+def test_a_stage_is_kept_in_the_turn_in_which_its_last_session_ends(run, prompt):
+    async def main(node):
+        number = node.add_stage()
+        node.sessions = 1
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(node.server.drain, number)
+            await trio.testing.wait_all_tasks_blocked()
+            assert node.ready == {number: False}
+            node.sessions = 0
+            node.server._load_changed()  # what drains will see it in its next turn
+            node.server.keep(number)
+        assert node.ready == {number: True}
+        # And it can be let go later.
+        await node.server.drain(number)
+        assert node.ready == {}
+
+    run(main)
+
+
+def test_a_stage_that_is_wanted_again_before_it_drains_is_kept(run, prompt):
+    async def main(node):
+        number = node.add_stage()
+        gate = trio.Event()
+        node.gates.append(gate)
+        await node.placing._take(Drain(number), (), {})
+        await trio.testing.wait_all_tasks_blocked()
+        assert not node.gates  # what drains is still looking for the server
+        await node.placing._take(Keep(number), (), {})
+        gate.set()
+        await trio.testing.wait_all_tasks_blocked()
+        assert node.ready == {number: True}
+
+    run(main)
