@@ -37,6 +37,7 @@ from mesh.transport import LinkUp, Message, RemoteError, Request, Transport
 
 _log = logging.getLogger(__name__)
 
+CUT_SECONDS = 1.0  # for the receipts of what is handed over to get out
 _AT_ONCE = 64 << 10  # bytes of a request that are read in the event loop; more would hold it up
 
 _Item = TokenEvent | GenerationError
@@ -108,7 +109,10 @@ class ForwardServer:
             await self._idle.wait()
         for session in self._sessions:
             session.scope.cancel()
-        await self._idle.wait()
+        # Whoever reads gets its receipt at once. A peer that grants no credit would have this node
+        # wait for ever; its call ends with the link.
+        with trio.move_on_after(CUT_SECONDS):
+            await self._idle.wait()
 
     async def handle(self, request: Request) -> AsyncGenerator[Message, None]:
         """One call: beats and token events, then the end with its receipt."""

@@ -14,8 +14,11 @@ from inference.generation import GenerateRequest, SamplingParams, TokenEvent
 from mesh.forward.answer import answer
 from mesh.forward.events import Completed, Started
 from mesh.forward.liveness import SILENCE_SECONDS
+from mesh.forward.wire import KIND, Assignment, read_frame, read_receipt, write_call
 from mesh.receipts import Bundle, Expected, VerifiedReceipt, verify
+from mesh.receipts.record import NONCE_BYTES
 from mesh.transport import Message
+from mesh.transport.calls import Call
 
 REQUEST = GenerateRequest(
     model="counting", prompt="count", max_tokens=60, sampling=SamplingParams(seed=3, logprobs=0)
@@ -153,6 +156,40 @@ def test_a_node_that_leaves_lets_running_work_end(run: Any, start: Any) -> None:
         async with trio.open_nursery() as nursery:
             events = await collect(answer(REQUEST, "r", entry.around))
         assert [n["node"] for n in events[-1].nodes] == [one.peer]
+
+    run(main)
+
+
+def test_a_peer_that_does_not_read_does_not_hold_a_node_that_leaves(run: Any, start: Any) -> None:
+    async def main(stack: AsyncExitStack) -> None:
+        entry, one = await nodes(stack, start, "entry", "one")
+        link = await entry.transport.link_to(one.peer, one.addresses)
+
+        async def call(response: str) -> Call:
+            wanted = REQUEST.model_copy(update={"max_tokens": 100_000})
+            assignment = Assignment(
+                response=response, nonce=bytes(NONCE_BYTES), model_digest=one.model.digest
+            )
+            return await link.open(KIND, *write_call(wanted, assignment))
+
+        def credit_is_used_up() -> bool:
+            there = one.transport.link(entry.peer)
+            calls = [] if there is None else there._serving.values()
+            return any(not served.credit.may_send for served in calls)
+
+        unread = await call("unread")
+        while not credit_is_used_up():  # noqa: ASYNC110
+            await trio.sleep(0.01)
+        read = await call("read")
+        assert read_frame((await anext(read)).body) is None  # the beat with which it begins
+        assert isinstance(read_frame((await anext(read)).body), tuple)
+        with trio.fail_after(10):
+            await one.server.leave(0.0)
+        last = [message async for message in read][-1]
+        cut = read_frame(last.body)
+        assert isinstance(cut, GenerationError) and cut.code == "node_lost"
+        assert read_receipt(last.payload) is not None
+        await unread.aclose()
 
     run(main)
 
