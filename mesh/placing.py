@@ -85,6 +85,7 @@ class Placing:
         self._loading: set[int] = set()
         self._leaving: set[int] = set()  # holdings that drain, or will when they are loaded
         self._failures = 0
+        self._asked = trio.Lock()  # what people ask for is done in the order in which they ask
         self._nursery: trio.Nursery
         self.plan = Plan(())  # the layout as planned last
 
@@ -300,28 +301,34 @@ class Placing:
         is none that can be cut."""
         if not self._may_publish:
             raise ValueError("the certificate has neither the role serve nor admin")
-        known = next((w for w in newest_wants(self._gossip.view) if w.name == name), None)
-        version = max(int(time.time() * 1000), 1 + (known.version if known else 0))
-        if replicas == 0 and known is not None:
-            wanted = known.model_copy(
-                update={"replicas": 0, "version": version, "publisher": self._me}
-            )
-        else:
-            wanted = await self.described(name)
-            wanted = wanted.model_copy(
-                update={
-                    "version": version,
-                    "replicas": replicas,
-                    "max_nodes": max_nodes,
-                    "context": min(context, wanted.context_length),
-                    "sessions": sessions,
-                }
-            )
-            stored = await trio.to_thread.run_sync(self._store.list)
-            self._gossip.announce(stored=_rows(stored))
-        self._own.put(Wanted.model_validate(wanted.model_dump()))
-        self._gossip.announce(wants=self._wants(self._gossip.view))
+        # Reading a model takes a while: who takes it back meanwhile is to have the last word.
+        async with self._asked:
+            known = self._newest(name)
+            if replicas == 0 and known is not None:
+                wanted = known.model_copy(update={"replicas": 0, "publisher": self._me})
+            else:
+                wanted = await self.described(name)
+                wanted = wanted.model_copy(
+                    update={
+                        "replicas": replicas,
+                        "max_nodes": max_nodes,
+                        "context": min(context, wanted.context_length),
+                        "sessions": sessions,
+                    }
+                )
+                stored = await trio.to_thread.run_sync(self._store.list)
+                self._gossip.announce(stored=_rows(stored))
+                known = self._newest(name)  # a peer may have published another one meanwhile
+            version = max(int(time.time() * 1000), 1 + (known.version if known else 0))
+            wanted = Wanted.model_validate({**wanted.model_dump(), "version": version})
+            self._own.put(wanted)
+            self._gossip.announce(wants=self._wants(self._gossip.view))
         return wanted
+
+    def _newest(self, name: str) -> Wanted | None:
+        """The last word on a model; this node's own may not be in the view yet."""
+        said = (w for w in (*newest_wants(self._gossip.view), *self._own) if w.name == name)
+        return max(said, key=lambda wanted: wanted.version, default=None)
 
     async def described(self, name: str) -> Wanted:
         """A model of the store as it would be wanted. Raises StoreError."""

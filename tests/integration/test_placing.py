@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,15 +15,17 @@ import trio
 import trio.testing
 
 from ca.naming import Role
-from mesh import stages
+from mesh import placing, stages
 from mesh.config import NodeConfig
 from mesh.gossip.service import GossipService
 from mesh.holdings import Holdings
 from mesh.identity import TrustStore
 from mesh.placing import Placing
+from mesh.routing.placement.from_view import newest_wants
 from mesh.routing.placement.steps import Drain, Keep
 from mesh.stages import StageServer
 from mesh.transport import Transport, TransportConfig
+from mesh.wants import OwnWants
 
 MODEL = SimpleNamespace(name="m", digest="ab" * 32, layers=4, context_length=64)
 
@@ -97,10 +100,10 @@ async def open_node(home, authority, name="desk", **config) -> AsyncIterator[Nod
 def run(make_authority, tmp_path):
     authority = make_authority("testnet", time.time() - 86_400)
 
-    def run(main):
+    def run(main, **config):
         async def outer():
             with trio.fail_after(30):
-                async with open_node(tmp_path, authority) as node:
+                async with open_node(tmp_path, authority, **config) as node:
                     await main(node)
 
         trio.run(outer)
@@ -147,3 +150,38 @@ def test_a_stage_that_is_wanted_again_before_it_drains_is_kept(run, prompt):
         assert node.ready == {number: True}
 
     run(main)
+
+
+def test_who_takes_a_model_back_while_it_is_read_has_the_last_word(
+    run, demo_model, tmp_path, monkeypatch
+):
+    read, describe = threading.Event(), placing.describe_model
+
+    def described(manifest):
+        read.wait(10)  # as from a cold disk
+        return describe(manifest)
+
+    monkeypatch.setattr(placing, "describe_model", described)
+
+    async def main(node):
+        async def serve(replicas):
+            wanted = await node.placing.serve(
+                demo_model.name, replicas=replicas, max_nodes=None, context=64, sessions=1
+            )
+            said.append((wanted.version, wanted.replicas))
+
+        said: list[tuple[int, int | None]] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serve, 1)
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(serve, 0)
+            await trio.testing.wait_all_tasks_blocked()
+            read.set()
+        assert said == sorted(said) and [count for _, count in said] == [1, 0]
+        kept = OwnWants(tmp_path / "wants.json", time.time())
+        assert [(w.version, w.replicas) for w in kept] == said[1:]
+        await node.gossip.wait_until(
+            lambda view: [(w.version, w.replicas) for w in newest_wants(view)] == said[1:]
+        )
+
+    run(main, models=demo_model.path.parent)
