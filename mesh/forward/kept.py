@@ -36,6 +36,7 @@ from mesh.forward.wire import (
     write_kept,
     write_receipt,
 )
+from mesh.identity import PeerId
 from mesh.receipts import SignedReceipt
 from mesh.transport import Link, Message, RemoteError, Request, Transport
 
@@ -174,8 +175,10 @@ class KeptResponses:
         self._me = me
         self._recordings: dict[tuple[str, str], Recording] = {}  # by entry node and response
         self._kept: list[Recording] = []  # those without an entry node, the oldest first
+        self._link: Callable[[PeerId], Link | None] = lambda peer: None
 
     def serve(self, transport: Transport) -> None:
+        self._link = transport.link
         transport.serve_stream(KEPT_KIND, self.handle)
 
     def begin(
@@ -199,10 +202,13 @@ class KeptResponses:
             del self._recordings[key]
         recording.add(GenerationError("node_lost", "the response is not kept any more"), None)
 
-    async def keep(self, entry: str, recording: Recording) -> None:
+    async def keep(self, entry: PeerId, recording: Recording) -> None:
         """Keep a recording for those who may come for it; then end its generation."""
         self._kept.append(recording)
         self._make_room()
+        # A node that dials again may have a new link before its old one's work has come here.
+        if (link := self._link(entry)) is not None:
+            self.entry_lives(link)
         try:
             await recording.until_unwanted()
         finally:

@@ -16,7 +16,9 @@ from mesh.forward import kept
 from mesh.forward.answer import answer
 from mesh.forward.events import Completed, Started
 from mesh.forward.following import Follower, NotKept, Wanted, find
+from mesh.forward.wire import Assignment
 from mesh.receipts import Bundle, Expected, verify
+from mesh.receipts.record import NONCE_BYTES
 
 REQUEST = GenerateRequest(
     model="counting", prompt="count", max_tokens=60, sampling=SamplingParams(seed=3)
@@ -179,6 +181,26 @@ def test_an_entry_node_that_comes_back_alive_wants_it_no_more(run: Any, start: A
         assert holder.engine.running == 1
         await entry.transport.link_to(holder.peer, holder.addresses)
         await until(lambda: holder.engine.running == 0)
+
+    run(main)
+
+
+def test_an_entry_node_may_be_back_before_its_loss_is_dealt_with(run: Any, start: Any) -> None:
+    async def main(stack: AsyncExitStack) -> None:
+        holder = await stack.enter_async_context(start("holder"))
+        entry = await stack.enter_async_context(start("entry"))
+        link = await holder.transport.link_to(entry.peer, entry.addresses)
+        assignment = Assignment(
+            response="r", nonce=bytes(NONCE_BYTES), model_digest=holder.model.digest, keep=KEY
+        )
+        stopped = trio.Event()
+        recording = holder.server.kept.begin(link, assignment, LONG, stopped.set)
+        link.down("replaced by a new link from the same peer")
+        await holder.transport.link_to(entry.peer, entry.addresses)
+        with trio.fail_after(10):
+            await holder.server.kept.keep(entry.peer, recording)
+        assert stopped.is_set()
+        assert not holder.server.kept._recordings
 
     run(main)
 
