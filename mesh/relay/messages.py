@@ -155,7 +155,8 @@ class Grow(Wire):
 class Close(Wire):
     """Forget sessions, or with none named the whole chain unless it is past ``epoch`` by now.
 
-    What is not there is fine.
+    What is not there is fine, and is not opened either when that comes later: requests may pass
+    each other.
     """
 
     chain: ChainId
