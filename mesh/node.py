@@ -247,6 +247,7 @@ class Node:
                 config,
                 stages=partial(self._stage_server, nursery),
                 fetch=source.get,
+                knows_peers=bool(config.peer or self._transport.known_peers),
             )
             await nursery.start(self._admission.run)
             await nursery.start(self._placing.run)

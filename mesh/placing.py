@@ -47,6 +47,7 @@ _log = logging.getLogger(__name__)
 
 SETTLE = 1.0  # s without news before planning
 LONGEST = 3.0  # s of news after which it is planned anyway
+ALONE = 10.0  # s after its start in which a node that knows of peers waits to hear of one
 LOOK_GAP = 0.2  # s between looks at a view that keeps changing
 BACKOFF = 30.0  # s without offering memory after a load that failed, doubled each time
 LONGEST_BACKOFF = 1800.0
@@ -55,7 +56,8 @@ Fetch = Callable[[Wanted, tuple[int, int]], Awaitable[ModelManifest]]
 
 
 class Placing:
-    """See the module. ``fetch`` brings layers of a model to this machine."""
+    """See the module. ``fetch`` brings layers of a model to this machine. ``knows_peers``: there is
+    somebody to hear of before the first plan."""
 
     def __init__(
         self,
@@ -66,6 +68,7 @@ class Placing:
         *,
         stages: Callable[[], Awaitable[StageServer]],
         fetch: Fetch,
+        knows_peers: bool = False,
     ) -> None:
         self._gossip = gossip
         self._holdings = holdings
@@ -74,6 +77,7 @@ class Placing:
         self._config = config
         self._stages = stages
         self._fetch = fetch
+        self._knows_peers = knows_peers
         self._store = ModelStore(config.models)
         self._own = OwnWants(config.home / "wants.json", time.time())
         self._capacity = Capacity(
@@ -95,6 +99,11 @@ class Placing:
         async with trio.open_nursery() as self._nursery:
             self._nursery.start_soon(self._capacity.discover)
             task_status.started()
+            # A publisher that starts again sees itself alone, and would take all that it wants
+            # upon itself while the mesh serves it already.
+            if self._knows_peers:
+                with trio.move_on_after(ALONE):
+                    await self._gossip.wait_until(lambda view: bool(view.alive))
             known: object = None
             while True:
                 known = await self._settled(known)

@@ -1,4 +1,4 @@
-"""What a node decides about its own holdings when two things happen at nearly the same time."""
+"""What a node decides when two things happen at nearly the same time, and when it starts again."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import trio.testing
 from ca.naming import Role
 from mesh import placing, stages
 from mesh.config import NodeConfig
+from mesh.gossip.advert import Wanted
 from mesh.gossip.service import GossipService
 from mesh.holdings import Holdings
 from mesh.identity import TrustStore
@@ -54,7 +55,9 @@ class Node:
 
 
 @asynccontextmanager
-async def open_node(home, authority, name="desk", **config) -> AsyncIterator[Node]:
+async def open_node(
+    home, authority, name="desk", *, knows_peers=False, **config
+) -> AsyncIterator[Node]:
     """One that publishes and places, and offers no device of its own."""
     identity = authority.identity(name, (Role.ADMIN,))
     trust = TrustStore(authority.network, [authority.root], home / "revoked")
@@ -89,7 +92,15 @@ async def open_node(home, authority, name="desk", **config) -> AsyncIterator[Nod
         async def fetch(wanted, layers):
             raise AssertionError("nothing is to be loaded here")
 
-        placing = Placing(gossip, holdings, identity, settings, stages=found, fetch=fetch)
+        placing = Placing(
+            gossip,
+            holdings,
+            identity,
+            settings,
+            stages=found,
+            fetch=fetch,
+            knows_peers=knows_peers,
+        )
         await nursery.start(gossip.run)
         await nursery.start(placing.run)
         yield Node(transport, gossip, holdings, server, placing, gates)
@@ -185,3 +196,42 @@ def test_who_takes_a_model_back_while_it_is_read_has_the_last_word(
         )
 
     run(main, models=demo_model.path.parent)
+
+
+WANTED = Wanted(
+    name=MODEL.name, digest=MODEL.digest, version=1, publisher="P", layers=MODEL.layers,
+    layer_bytes=1, embedding_bytes=0, head_bytes=0, shared_bytes=0, kv_bytes=1, hidden=8,
+    context_length=MODEL.context_length,
+)  # fmt: skip
+
+
+def test_a_publisher_that_starts_again_plans_when_it_has_heard_of_a_peer(
+    make_authority, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(placing, "SETTLE", 0.05)
+    authority = make_authority("testnet", time.time() - 86_400)
+
+    def started(name, **options):
+        home = tmp_path / name
+        home.mkdir()
+        OwnWants(home / "wants.json", time.time()).put(WANTED)
+        return open_node(home, authority, name, **options)
+
+    async def planned(node):
+        while not node.placing.plan.models:  # noqa: ASYNC110 (nobody is told of a plan)
+            await trio.sleep(0.01)
+
+    async def main():
+        with trio.fail_after(30):
+            async with started("first") as first:
+                await planned(first)  # there is nobody to wait for
+                async with started("again", knows_peers=True) as again:
+                    await trio.sleep(0.5)
+                    assert not again.placing.plan.models
+                    await again.transport.connect(first.transport.addresses[0])
+                    await planned(again)
+            monkeypatch.setattr(placing, "ALONE", 0.1)
+            async with started("left", knows_peers=True) as left:
+                await planned(left)  # the others are gone
+
+    trio.run(main)
