@@ -83,8 +83,8 @@ class Follower:
     async def events(self) -> AsyncGenerator[AnswerEvent, None]:
         """Like those of :func:`mesh.forward.answer.answer`. Raises GenerationError."""
         began = trio.current_time()
-        yield Started(self.node)
         try:
+            yield Started(self.node)  # a client that leaves here is a reader less, too
             ids, texts = list(self._known.token_ids), [self._known.text]
             async for message in self._frames:
                 frame = read_frame(message.body)

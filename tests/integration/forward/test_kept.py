@@ -166,6 +166,25 @@ def test_it_is_kept_for_a_while_only(run: Any, start: Any, monkeypatch: pytest.M
     run(main)
 
 
+def test_a_reader_that_leaves_at_once_reads_no_more(run: Any, start: Any) -> None:
+    async def main(stack: AsyncExitStack) -> None:
+        holder = await stack.enter_async_context(start("holder"))
+        holder.engine.seconds_per_token = 0.01
+        other = await stack.enter_async_context(start("other"))
+        await other.transport.link_to(holder.peer, holder.addresses)
+        await lose_entry(stack, start, holder, 5, LONG)
+        follower = await look(other, 5)
+        (recording,) = holder.server.kept._recordings.values()
+        assert recording.readers == 1
+        async with aclosing(follower.events()) as events:
+            async for _ in events:
+                break
+        with trio.fail_after(10):
+            await until(lambda: recording.readers == 0)
+
+    run(main)
+
+
 def test_an_entry_node_that_comes_back_alive_wants_it_no_more(run: Any, start: Any) -> None:
     async def main(stack: AsyncExitStack) -> None:
         holder = await stack.enter_async_context(start("holder"))
