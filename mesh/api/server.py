@@ -18,10 +18,12 @@ from typing import Any, Literal
 
 import trio
 from hypercorn.config import Config
+from hypercorn.protocol import h2
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 from hypercorn.utils import wrap_app
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from mesh.api.auth import is_loopback
@@ -211,6 +213,48 @@ class _Connection(TCPServer):  # type: ignore[misc]
             # From here on it never will be.
             for buffer in getattr(self.protocol.protocol, "stream_buffers", {}).values():
                 await buffer.close()
+
+
+class _PatientBuffer(h2.StreamBuffer):  # type: ignore[misc]
+    """What waits for the window of one HTTP/2 stream.
+
+    hypercorn's own holds nobody up while that window is closed: it grows by all that is made. Here
+    the maker waits, and as over HTTP/1.1 the patience with a reader that takes nothing has an end,
+    for its stream alone: others may share the connection.
+    """
+
+    async def push(self, data: bytes) -> None:
+        if self._complete:
+            raise h2.BufferCompleteError
+        self.buffer.extend(data)
+        await self._is_empty.clear()
+        if not await self._taken(h2.BUFFER_HIGH_WATER):
+            raise ClientDisconnect
+
+    async def drain(self) -> None:
+        await self._taken(1)
+
+    async def pop(self, max_length: int) -> bytes:
+        data: bytes = await super().pop(max_length)
+        await self._paused.set()
+        return data
+
+    async def _taken(self, size: int) -> bool:
+        """Wait until less than ``size`` is left; False, and nothing is, when the reader stalls."""
+        left = len(self.buffer)
+        with trio.move_on_after(STALL_SECONDS) as limit:
+            while len(self.buffer) >= size:
+                await self._paused.clear()
+                await self._paused.wait()
+                if len(self.buffer) < left:
+                    left = len(self.buffer)
+                    limit.deadline = trio.current_time() + STALL_SECONDS
+        if limit.cancelled_caught:
+            await self.close()
+        return not limit.cancelled_caught
+
+
+h2.StreamBuffer = _PatientBuffer  # hypercorn makes them by this name, and has no setting for it
 
 
 class _PatientStream:

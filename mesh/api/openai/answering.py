@@ -20,6 +20,7 @@ from typing import Any
 
 import trio
 from pydantic_core import to_json
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from inference.errors import GenerationError
@@ -115,6 +116,8 @@ class Answering:
                         await self._deliver_whole(source, output, scope, receive)
                 except ApiError as error:
                     failure = error
+                except ClientDisconnect:
+                    logger.debug("request %s: the client stopped reading", self._request_id)
                 except Exception:
                     logger.exception("request %s failed", self._request_id)
                     failure = internal_error()

@@ -15,7 +15,7 @@ import trio
 import trio.testing
 from h2.connection import H2Connection
 from h2.errors import ErrorCodes
-from h2.events import ResponseReceived, StreamEnded
+from h2.events import DataReceived, ResponseReceived, StreamEnded
 from h2.settings import SettingCodes
 
 from inference.generation import GenerateRequest, TokenEvent
@@ -30,6 +30,18 @@ def raw_post(body: dict[str, Any]) -> bytes:
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
         b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(data), data)
     )
+
+
+def post_over_http2(client: H2Connection, stream_id: int, body: dict[str, Any]) -> None:
+    headers = [
+        (":method", "POST"),
+        (":path", "/v1/chat/completions"),
+        (":scheme", "http"),
+        (":authority", "localhost"),
+        ("content-type", "application/json"),
+    ]
+    client.send_headers(stream_id, headers)
+    client.send_data(stream_id, json.dumps(body).encode(), end_stream=True)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -75,16 +87,8 @@ def test_resetting_an_http2_stream_stops_its_work_only(serving: Any, node: Any) 
     async def main() -> None:
         client = H2Connection()
         client.initiate_connection()
-        headers = [
-            (":method", "POST"),
-            (":path", "/v1/chat/completions"),
-            (":scheme", "http"),
-            (":authority", "localhost"),
-            ("content-type", "application/json"),
-        ]
         for stream_id in (1, 3):
-            client.send_headers(stream_id, headers)
-            client.send_data(stream_id, json.dumps(CHAT).encode(), end_stream=True)
+            post_over_http2(client, stream_id, CHAT)
         async with serving(node) as server:
             socket = await trio.open_tcp_stream("127.0.0.1", server.port)
             await socket.send_all(client.data_to_send())
@@ -96,6 +100,48 @@ def test_resetting_an_http2_stream_stops_its_work_only(serving: Any, node: Any) 
             await node.until(running=0)
 
     trio.run(main)
+
+
+def test_an_http2_stream_that_takes_nothing_is_given_up_alone(
+    serving: Any, node: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("mesh.api.server.STALL_SECONDS", 1.0)
+    node.script = node.say_for_ever("x" * 1000, pause=0.001)
+
+    async def main() -> None:
+        client = H2Connection()
+        client.initiate_connection()
+        client.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 0})
+        for stream_id in (1, 3):
+            post_over_http2(client, stream_id, {**CHAT, "stream": True})
+        async with serving(node) as server, trio.open_nursery() as nursery:
+            socket = await trio.open_tcp_stream("127.0.0.1", server.port)
+            taken = 0
+
+            async def take_the_second() -> None:
+                nonlocal taken
+                client.increment_flow_control_window(60_000, 3)
+                while True:
+                    await socket.send_all(client.data_to_send())
+                    for event in client.receive_data(bytes(await socket.receive_some())):
+                        if isinstance(event, DataReceived):
+                            taken += len(event.data)
+                            size = event.flow_controlled_length
+                            client.acknowledge_received_data(size, event.stream_id)
+
+            nursery.start_soon(take_the_second)
+            await node.until(running=2)
+            await node.until(running=1)
+            seen = taken
+            with trio.fail_after(10):
+                while taken < seen + 50_000:  # noqa: ASYNC110
+                    await trio.sleep(0.01)
+            # Of what the first one made, only a little has waited here for its reader.
+            assert node.pulled * 1000 < taken + 200_000
+            nursery.cancel_scope.cancel()
+
+    trio.run(main)
+    assert not caplog.records
 
 
 def test_a_slow_reader_slows_its_generation(serving: Any, node: Any) -> None:
