@@ -220,7 +220,8 @@ class _PatientBuffer(h2.StreamBuffer):  # type: ignore[misc]
 
     hypercorn's own holds nobody up while that window is closed: it grows by all that is made. Here
     the maker waits, and as over HTTP/1.1 the patience with a reader that takes nothing has an end,
-    for its stream alone: others may share the connection.
+    for its stream alone: others may share the connection. To be dropped when hypercorn (0.18 does
+    not) waits for the window by itself.
     """
 
     async def push(self, data: bytes) -> None:
