@@ -32,9 +32,11 @@ from inference.store.manifest import ModelManifest
 from inference.store.store import ModelStore
 from mesh.identity import Identity, identity_of, init_node
 
-# What is computed is tested, not how fast a busy machine does it.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
+# What is computed is tested, not how fast a busy machine does it. Examples are the same in each run,
+# so that a failure comes of what was changed; `--hypothesis-profile=explore` looks for others.
+settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("usual", settings.get_profile("explore"), derandomize=True)
+settings.load_profile("usual")
 
 # Node after node is started: each would compile all modules anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

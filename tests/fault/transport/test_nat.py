@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-OUTSIDE = "mesh-nat-out"
-INSIDES = ("mesh-nat-a", "mesh-nat-b")
+# The names are this process's own: other tests may run on this machine at the same time.
+OUTSIDE, *INSIDES = (f"mesh-nat-{name}-{os.getpid()}" for name in ("out", "a", "b"))
 RELAY_IP, PUBLIC_IPS = "10.91.0.1", ("10.91.0.11", "10.91.0.12")
 
 
@@ -33,7 +33,6 @@ def namespaces() -> Iterator[None]:
     made = []
     try:
         for name in (OUTSIDE, *INSIDES):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
             try:
                 ip("netns", "add", name)
             except subprocess.CalledProcessError as error:

@@ -89,7 +89,8 @@ def test_random_lives(limits: Limits, data: st.DataObject) -> None:
             try:
                 scheduler.add(sessions, tokens, data.draw(st.integers(1, length)))
             except QueueFull:
-                assert scheduler.waiting == limits.waiting
+                # Those that had to give way come on top of those that may wait.
+                assert scheduler.waiting >= limits.waiting
             else:
                 known[sessions] = tokens
                 sessions += 1
