@@ -32,7 +32,7 @@ from inference.store.manifest import ModelManifest
 from inference.store.store import ModelStore
 from mesh.identity import Identity, identity_of, init_node
 
-# What is computed is tested, not how fast a busy machine does it. Examples are the same in each run,
+# What is computed is tested, not how fast a busy machine does it. Examples are the same each time,
 # so that a failure comes of what was changed; `--hypothesis-profile=explore` looks for others.
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("usual", settings.get_profile("explore"), derandomize=True)

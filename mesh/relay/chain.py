@@ -194,7 +194,7 @@ class ChainHead:
         if not self._door.locked():
             self._opening += 1
             try:
-                if await self._try_to_enter(session, tell=True):
+                if await self._try_to_enter(session, tell=True) is None:
                     return
             finally:
                 self._opening -= 1
@@ -202,18 +202,24 @@ class ChainHead:
         async with self._door:
             while True:
                 ended = self._room.ended
-                if await self._try_to_enter(session, tell=False):
+                given_back = await self._try_to_enter(session, tell=False)
+                if given_back is None:
                     return
-                if not (self._sessions or self._opening or self._room.ending):
+                await given_back.wait()  # it must not stand in its own way
+                others = self._sessions or self._opening or self._room.ending
+                if not others and not ended.is_set():
                     message = "other chains have taken the KV memory that this session needs"
                     raise GenerationError("overloaded", message, retry_after=1.0)
                 await ended.wait()
 
-    async def _try_to_enter(self, session: HeadSession, *, tell: bool) -> bool:
-        """False: there is no room now. Raises :class:`GenerationError` when there never will be.
+    async def _try_to_enter(self, session: HeadSession, *, tell: bool) -> trio.Event | None:
+        """None: it is in, or has ended. Otherwise there is no room now, and the event comes when
+        what the stages have reserved for it is free again. Raises :class:`GenerationError` when
+        there never will be any.
 
         ``tell``: whoever is at the door may try again when this has not worked.
         """
+        given_back: trio.Event | None = None
         while not session.ended:
             await self._mender.wait_steady()
             if self._failure is not None:
@@ -222,7 +228,7 @@ class ChainHead:
             session.number = self._next_number
             self._next_number += 1
             session.capacity = min(session.length, len(session.tokens) + GROWTH)
-            opened = False
+            opened = full = False
             try:
                 await at_once(partial(self._open, rank, session) for rank in range(len(self.route)))
                 steady = self.ring.epoch == epoch and self._mender.steady
@@ -231,17 +237,18 @@ class ChainHead:
                 self._mender.lose(lost.peer)
             except Refusal as refusal:
                 if self.ring.epoch == epoch:
-                    if refusal.code == "no_free_blocks":
-                        return False
-                    if refusal.code != "wrong_encoding" or not self._make_exact():
+                    full = refusal.code == "no_free_blocks"
+                    if not full and (refusal.code != "wrong_encoding" or not self._make_exact()):
                         raise _as_error(refusal) from refusal
             finally:
                 if not opened:
-                    self._room.give_back(session.number, tell=tell)
+                    given_back = self._room.give_back(session.number, tell=tell)
+            if full:
+                return given_back
             if opened:
                 self._place(session)
                 break
-        return True
+        return None
 
     def _make_exact(self) -> bool:
         """A stage does not take the chain's form of activations: use f32 from now on.

@@ -27,10 +27,13 @@ class Room:
         self.freed = trio.Event()
         self.ending = 0
 
-    def give_back(self, number: int, *, tell: bool) -> None:
-        """Free a session on all stages; with ``tell``, who waits for room may try again then."""
+    def give_back(self, number: int, *, tell: bool) -> trio.Event:
+        """Free a session on all stages; with ``tell``, who waits for room may try again then.
+        The event comes when that is done."""
         self.ending += tell
-        self._relay.spawn(self._close_everywhere, number, tell)
+        done = trio.Event()
+        self._relay.spawn(self._close_everywhere, number, tell, done)
+        return done
 
     def give_back_all(self) -> None:
         """The chain is of no use any more: free whatever stages hold of it, what a mending that did
@@ -41,10 +44,11 @@ class Room:
         ended, self.ended = self.ended, trio.Event()
         ended.set()
 
-    async def _close_everywhere(self, number: int, tell: bool) -> None:
+    async def _close_everywhere(self, number: int, tell: bool, done: trio.Event) -> None:
         await self._close(Close(chain=self._ring.id, epoch=self._ring.epoch, sessions=(number,)))
         freed, self.freed = self.freed, trio.Event()
         freed.set()
+        done.set()
         if tell:
             self.ending -= 1
             self.tell_ended()
