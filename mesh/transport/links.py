@@ -26,7 +26,7 @@ from mesh.transport.errors import DialError, NotAdmitted, TransportError
 from mesh.transport.link import Link
 from mesh.transport.liveness import Liveness, LivenessPolicy
 from mesh.transport.opening import Offer, Refused, open_lanes
-from mesh.transport.pairing import Existing, Hello, Verdict, decide
+from mesh.transport.pairing import Existing, Hello, Verdict, Welcome, decide
 from mesh.transport.quic.connection import MeshConnection
 from mesh.transport.quic.listen import MeshQuicTransport
 from mesh.transport.relay import Relay
@@ -38,6 +38,7 @@ _STAGGER = 0.15  # seconds between dials to several addresses of one peer
 _DIRECT_FIRST = 2.5  # seconds for a direct path before a relay is tried
 _MOST_RELAYS = 4  # linked peers asked to relay, one after the other
 _OTHER_SIDE = 5.0  # seconds for a link that the peer opens to appear here
+_GOODBYE = 1.0  # seconds that closing a relayed connection may take
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class Links:
         self._links: dict[PeerId, Link] = {}
         self._last_links: dict[PeerId, bytes] = {}
         self._dials: dict[PeerId, trio.Event] = {}
+        self._offering: dict[PeerId, trio.Event] = {}  # set when the peer has answered, or has not
         self._appeared: dict[PeerId, trio.Event] = {}
         self._listeners: set[trio.MemorySendChannel[LinkEvent]] = set()
 
@@ -179,8 +181,7 @@ class Links:
             try:
                 if relay not in self._links and address is not None:
                     await self.link_to(relay, [address])
-                net_connection = await self._relay.dial(relay, peer)
-                return await self._offer_link(peer, net_connection, path="relayed")
+                return await self._open_relayed(peer, await self._relay.dial(relay, peer))
             except NotAdmitted:
                 raise
             except TransportError as error:
@@ -201,7 +202,7 @@ class Links:
     async def _open_direct(self, peer: PeerId, connection: MeshConnection) -> Link:
         try:
             net_connection = await self._swarm.add_conn(connection, direction="outbound")
-            return await self._offer_link(peer, net_connection, path="direct")
+            link = await self._offer_link(peer, net_connection, path="direct")
         except BaseException as error:
             refused = connection.close_reason.startswith("not admitted")
             reason = connection.close_reason
@@ -211,11 +212,27 @@ class Links:
             if isinstance(error, Exception) and not isinstance(error, TransportError):
                 raise DialError(f"the link was not opened: {error}") from error
             raise
+        if link.carrier.connection is not connection:
+            connection.shut(reason="the peer's own offer was taken")
+        return link
+
+    async def _open_relayed(self, peer: PeerId, net_connection: Any) -> Link:
+        link: Link | None = None
+        try:
+            link = await self._offer_link(peer, net_connection, path="relayed")
+        finally:
+            if link is None or link.carrier.connection is not net_connection.muxed_conn:
+                with trio.move_on_after(_GOODBYE, shield=True):
+                    await net_connection.close()
+        return link
 
     async def _offer_link(self, peer: PeerId, net_connection: Any, *, path: str) -> Link:
+        """The link over this connection, or, where the peer was first, the one over its own."""
+        if (link := self._links.get(peer)) is not None:
+            return link
         hello = Hello(link=os.urandom(16), lane=0, boot=self._boot, last=self._last_links.get(peer))
         try:
-            carrier, welcome = await open_lanes(net_connection, hello, path=path)
+            carrier, welcome = await self._offer(peer, net_connection, hello, path)
         except Refused as refusal:
             if refusal.code != Verdict.DUPLICATE.value:
                 raise
@@ -224,9 +241,18 @@ class Links:
             link = self._links.get(peer)
             if link is None:
                 raise
-            net_connection.muxed_conn.shut(reason="the peer's own offer was taken")
             return link
         return self._start_link(peer, hello.link, welcome.boot, carrier)
+
+    async def _offer(
+        self, peer: PeerId, net_connection: Any, hello: Hello, path: str
+    ) -> tuple[Carrier, Welcome]:
+        answered = self._offering[peer] = trio.Event()
+        try:
+            return await open_lanes(net_connection, hello, path=path)
+        finally:
+            del self._offering[peer]
+            answered.set()
 
     async def _dial_first(self, peer: PeerId, addresses: Sequence[str]) -> MeshConnection:
         """Dial all addresses, one after the other in quick succession; the first to answer wins."""
@@ -292,17 +318,17 @@ class Links:
             existing = None
             if current is not None:
                 existing = Existing(current.link_id, current.peer_boot, current.offered_here)
-            dial = self._dials.get(peer)
+            answered = self._offering.get(peer)
             verdict = decide(
                 offer.hello,
                 me=self._me,
                 peer=peer,
                 existing=existing,
-                dialling=dial is not None,
+                offering=answered is not None,
             )
-            if verdict is not Verdict.WAIT or dial is None:
+            if verdict is not Verdict.WAIT or answered is None:
                 break
-            await dial.wait()
+            await answered.wait()
         if verdict is Verdict.ACCEPT:
             if current is not None:
                 current.down("replaced by a new link from the same peer")

@@ -55,21 +55,22 @@ class Existing:
 class Verdict(Enum):
     ACCEPT = "accept"  # a new link, in place of the existing one if there is one
     MOVE = "move"  # the existing link goes on over this connection
-    WAIT = "wait"  # until our own dial has succeeded or failed, then ask again
+    WAIT = "wait"  # until our own offer is answered, then ask again
     DUPLICATE = "duplicate"  # the link that there is stays; the sender will see it
     UNKNOWN = "unknown"  # there is no such link to move
 
 
 def decide(
-    offer: Hello, *, me: PeerId, peer: PeerId, existing: Existing | None, dialling: bool
+    offer: Hello, *, me: PeerId, peer: PeerId, existing: Existing | None, offering: bool
 ) -> Verdict:
-    """What to do with an offer. ``dialling``: an offer of our own to this peer is under way."""
+    """What to do with an offer. ``offering``: one of our own to this peer is on its way. A dial
+    that has not come as far does not count: it may never be answered, and this peer is here."""
     if offer.moves:
         known = existing is not None and existing.link_id == offer.link
         return Verdict.MOVE if known else Verdict.UNKNOWN
     if existing is None:
         # Two offers crossing: that of the smaller PeerId goes first. Both sides see it so.
-        return Verdict.WAIT if dialling and me < peer else Verdict.ACCEPT
+        return Verdict.WAIT if offering and me < peer else Verdict.ACCEPT
     if existing.peer_boot != offer.boot or not existing.offered_here:
         return Verdict.ACCEPT  # the peer began anew, or dialled again because its link was lost
     # We offered the existing link and the peer accepted it. If it says so it has lost it since;

@@ -45,6 +45,7 @@ HOP = TProtocol("/libp2p/circuit/relay/0.2.0/hop")
 STOP = TProtocol("/libp2p/circuit/relay/0.2.0/stop")
 _ANSWER = 5.0  # seconds for one message of the protocol
 _ADMISSION = 10.0  # seconds from the first byte of a circuit to an admitted connection
+_GIVE_BACK = 1.0  # seconds that giving up a circuit may take
 _PIECE = 64 << 10
 _LARGEST_CHAIN = 8192
 
@@ -181,6 +182,7 @@ class Relay:
 
         Raises DialError, NotAdmitted.
         """
+        stream: Any = None
         try:
             target = ID.from_string(peer)
             with trio.fail_after(_ADMISSION):
@@ -191,14 +193,17 @@ class Relay:
                 await write_delimited_msg(stream, request)
                 answer = await read_delimited_msg(stream, HopMessage)
                 if answer.status != Status.OK:
-                    await stream.close()
                     raise DialError(f"{relay} does not relay to {peer}: status {answer.status}")
                 return await self._upgrade(stream, relay, target)
-        except TransportError:
-            raise
-        except trio.TooSlowError as error:
-            raise DialError(f"no circuit through {relay} in time") from error
-        except Exception as error:
+        except BaseException as error:
+            # Also when it is cancelled: the peer itself may have come meanwhile.
+            if stream is not None:
+                with trio.move_on_after(_GIVE_BACK, shield=True):
+                    await stream.reset()
+            if not isinstance(error, Exception) or isinstance(error, TransportError):
+                raise
+            if isinstance(error, trio.TooSlowError):
+                raise DialError(f"no circuit through {relay} in time") from error
             raise DialError(f"no circuit through {relay}: {error}") from error
 
     async def _stop(self, stream: Any) -> None:

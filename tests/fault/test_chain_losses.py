@@ -171,7 +171,7 @@ def test_the_entry_node_is_lost_and_the_rest_comes_from_another(
 
 
 def test_leave_and_rejoin_at_once(mesh: Any, tools: Any) -> None:
-    """Everybody sees it again, once and alive, before it has loaded what it held; then it works."""
+    """Everybody sees it again, once and alive, and it is used as soon as it has loaded."""
     mesh.nodes["b1"].stop()
     living = [mesh.entry, *(mesh.nodes[name] for name in ("a0", "a2", "b0", "b2"))]
 
@@ -191,7 +191,6 @@ def test_leave_and_rejoin_at_once(mesh: Any, tools: Any) -> None:
         mesh.nodes["a1"] = mesh.network.launch("a1", *mesh.flags("a1"))
         assert tools.eventually(lambda boot=boot: again(boot), 30), mesh.picture()
         back = time.monotonic() - gone
-        loading = not any(n["ready"] for n in mesh.holdings("a1"))
         mesh.network.ready(mesh.nodes["a1"])
         ready = time.monotonic() - gone
         while (heard := mesh.ask(2)).error is not None:
@@ -201,7 +200,6 @@ def test_leave_and_rejoin_at_once(mesh: Any, tools: Any) -> None:
         print(f"{how.name}: back after {back:.2f} s, ready {ready:.2f} s, used {used:.2f} s")
         assert mesh.named(heard)[1][0] == "a1"
         # On two cores that have nothing else to do it is back in 2 s and works in less than 4 s.
-        assert loading
         assert back < 4.0 * tools.crowd() and used < 8.0 * tools.crowd()
         assert again(boot)
     mesh.bring("b1")

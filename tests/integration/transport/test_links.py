@@ -320,6 +320,31 @@ def test_simultaneous_dials_leave_one_link(network: Any) -> None:
     trio.run(main)
 
 
+def test_a_dial_that_is_not_answered_does_not_keep_the_peer_out(network: Any) -> None:
+    """A node that was started again dials those who try to reach it where it was."""
+
+    async def main() -> None:
+        async with network.open("a") as one, network.open("b") as other:
+            small, large = sorted((one, other), key=lambda node: str(node.peer_id))
+            with trio.socket.socket(trio.socket.AF_INET, trio.socket.SOCK_DGRAM) as silent:
+                await silent.bind(("127.0.0.1", 0))
+                port = silent.getsockname()[1]
+                links: list[Any] = []
+
+                async def dial_in_vain() -> None:
+                    nowhere = f"/ip4/127.0.0.1/udp/{port}/quic-v1/p2p/{large.peer_id}"
+                    links.append(await small.connect(nowhere))
+
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(dial_in_vain)
+                    await silent.recvfrom(2048)
+                    with trio.fail_after(3):
+                        links.append(await large.connect(small.addresses[0]))
+            assert links[0].link_id == links[1].link_id
+
+    trio.run(main)
+
+
 def test_gossip_reaches_all_and_names_its_author(network: Any) -> None:
     async def main() -> None:
         async with network.open("a") as a, network.open("b") as b, network.open("c") as c:
