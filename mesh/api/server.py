@@ -10,35 +10,25 @@ from __future__ import annotations
 
 import errno
 import logging
-import socket
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
 import trio
 from hypercorn.config import Config
-from hypercorn.protocol import h2
-from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 from hypercorn.utils import wrap_app
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from mesh.api.auth import is_loopback
+from mesh.api.connection import Connection, PatientStream
 
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 1024
-# A reader that takes nothing for so long is taken for gone. Full windows look like this too, so it
-# is longer than any pause of a live client.
-STALL_SECONDS = 60.0
-SEND_BYTES = 64 << 10  # sent between two looks at that clock
 GRACE_SECONDS = 5.0  # for answers under way when the node stops
 FAREWELL_SECONDS = 1.0  # for their last event to get out
-# A client whose machine vanished sends nothing at all; the kernel finds out by asking.
-KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_COUNT = 30, 10, 3  # s, s, probes
 
 BindReason = Literal["malformed", "key_required", "port_taken", "unusable"]
 
@@ -162,7 +152,7 @@ class _Server:
         self._config.include_server_header = False
         self._app = wrap_app(app, self._config.wsgi_max_body_size, "asgi")
         self._context = WorkerContext(None)
-        self._streams: set[_PatientStream] = set()
+        self._streams: set[PatientStream] = set()
         self._empty = trio.Event()
         self._empty.set()
 
@@ -172,13 +162,13 @@ class _Server:
             logger.warning("more than %d HTTP connections: one refused", MAX_CONNECTIONS)
             connection.socket.close()
             return
-        stream = _PatientStream(connection)
+        stream = PatientStream(connection)
         if not self._streams:
             self._empty = trio.Event()
         self._streams.add(stream)
         try:
             state = ConnectionState({})
-            await _Connection(self._app, self._config, self._context, state, stream).run()
+            await Connection(self._app, self._config, self._context, state, stream).run()
         except Exception:
             logger.exception("an HTTP connection failed")
         finally:
@@ -199,91 +189,3 @@ class _Server:
     def cut_off(self) -> None:
         for stream in self._streams:
             stream.socket.close()
-
-
-class _Connection(TCPServer):  # type: ignore[misc]
-    """A connection that is over when the client has closed it, not a keep-alive timeout later."""
-
-    async def _read_data(self) -> None:
-        try:
-            await super()._read_data()
-            await self.idle_task.stop()
-        finally:
-            # Over HTTP/2 the end of an answer waits, whatever is cancelled, until it has been sent.
-            # From here on it never will be.
-            for buffer in getattr(self.protocol.protocol, "stream_buffers", {}).values():
-                await buffer.close()
-
-
-class _PatientBuffer(h2.StreamBuffer):  # type: ignore[misc]
-    """What waits for the window of one HTTP/2 stream.
-
-    hypercorn's own holds nobody up while that window is closed: it grows by all that is made. Here
-    the maker waits, and as over HTTP/1.1 the patience with a reader that takes nothing has an end,
-    for its stream alone: others may share the connection. To be dropped when hypercorn (0.18 does
-    not) waits for the window by itself.
-    """
-
-    async def push(self, data: bytes) -> None:
-        if self._complete:
-            raise h2.BufferCompleteError
-        self.buffer.extend(data)
-        await self._is_empty.clear()
-        if not await self._taken(h2.BUFFER_HIGH_WATER):
-            raise ClientDisconnect
-
-    async def drain(self) -> None:
-        await self._taken(1)
-
-    async def pop(self, max_length: int) -> bytes:
-        data: bytes = await super().pop(max_length)
-        await self._paused.set()
-        return data
-
-    async def _taken(self, size: int) -> bool:
-        """Wait until less than ``size`` is left; False, and nothing is, when the reader stalls."""
-        left = len(self.buffer)
-        with trio.move_on_after(STALL_SECONDS) as limit:
-            while len(self.buffer) >= size:
-                await self._paused.clear()
-                await self._paused.wait()
-                if len(self.buffer) < left:
-                    left = len(self.buffer)
-                    limit.deadline = trio.current_time() + STALL_SECONDS
-        if limit.cancelled_caught:
-            await self.close()
-        return not limit.cancelled_caught
-
-
-h2.StreamBuffer = _PatientBuffer  # hypercorn makes them by this name, and has no setting for it
-
-
-class _PatientStream:
-    """A socket stream for hypercorn whose patience with a stalled reader has an end."""
-
-    def __init__(self, stream: trio.SocketStream) -> None:
-        self._stream = stream
-        self.socket = stream.socket
-        with suppress(OSError, AttributeError):  # not every system has all of these
-            stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE)
-            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL)
-            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_COUNT)
-
-    async def send_all(self, data: bytes) -> None:
-        view = memoryview(data)
-        for start in range(0, len(view), SEND_BYTES):
-            try:
-                with trio.fail_after(STALL_SECONDS):
-                    await self._stream.send_all(view[start : start + SEND_BYTES])
-            except trio.TooSlowError:
-                raise trio.BrokenResourceError("the client stopped reading") from None
-
-    async def receive_some(self, max_bytes: int) -> bytes | bytearray:
-        return await self._stream.receive_some(max_bytes)
-
-    async def send_eof(self) -> None:
-        await self._stream.send_eof()
-
-    async def aclose(self) -> None:
-        await self._stream.aclose()

@@ -15,7 +15,8 @@ import trio
 import trio.testing
 
 from ca.naming import Role
-from mesh import placing, stages
+from mesh import loading, placing, stages
+from mesh.capacity import Capacity
 from mesh.config import NodeConfig
 from mesh.gossip.advert import Wanted
 from mesh.gossip.service import GossipService
@@ -54,12 +55,23 @@ class Node:
         return {holding.id: holding.ready for holding in self.holdings.announced}
 
 
+async def nothing_is_to_be_loaded(wanted, layers):
+    raise AssertionError("nothing is to be loaded here")
+
+
 @asynccontextmanager
 async def open_node(
-    home, authority, name="desk", *, knows_peers=False, **config
+    home,
+    authority,
+    name="desk",
+    *,
+    role=Role.ADMIN,
+    knows_peers=False,
+    fetch=nothing_is_to_be_loaded,
+    **config,
 ) -> AsyncIterator[Node]:
-    """One that publishes and places, and offers no device of its own."""
-    identity = authority.identity(name, (Role.ADMIN,))
+    """One that publishes and places. An admin's offers no device of its own."""
+    identity = authority.identity(name, (role,))
     trust = TrustStore(authority.network, [authority.root], home / "revoked")
     settings = NodeConfig(home=home, **config)
     async with (
@@ -89,9 +101,6 @@ async def open_node(
                 await gates.pop().wait()
             return server
 
-        async def fetch(wanted, layers):
-            raise AssertionError("nothing is to be loaded here")
-
         placing = Placing(
             gossip,
             holdings,
@@ -102,6 +111,7 @@ async def open_node(
             knows_peers=knows_peers,
         )
         await nursery.start(gossip.run)
+        await nursery.start(server.run)
         await nursery.start(placing.run)
         yield Node(transport, gossip, holdings, server, placing, gates)
         nursery.cancel_scope.cancel()
@@ -233,5 +243,34 @@ def test_a_publisher_that_starts_again_plans_when_it_has_heard_of_a_peer(
             monkeypatch.setattr(placing, "ALONE", 0.1)
             async with started("left", knows_peers=True) as left:
                 await planned(left)  # the others are gone
+
+    trio.run(main)
+
+
+@pytest.mark.slow
+def test_a_device_of_fixed_shapes_loads_one_stage_with_the_context_that_is_wanted(
+    make_authority, demo_model, tmp_path, monkeypatch
+):
+    """What the plan gives it is what it can load: a whole model as a stage of all layers."""
+    monkeypatch.setattr(loading, "runs_fixed_shapes", lambda device: True)
+    monkeypatch.setattr(Capacity, "static", True)
+    authority = make_authority("testnet", time.time() - 86_400)
+
+    async def fetch(wanted, layers):
+        return demo_model
+
+    async def main():
+        models = demo_model.path.parent
+        async with open_node(
+            tmp_path, authority, role=Role.SERVE, fetch=fetch, models=models, memory="2GB"
+        ) as node:
+            name = demo_model.name
+            await node.placing.serve(name, replicas=1, max_nodes=None, context=128, sessions=2)
+            with trio.fail_after(120):
+                view = await node.gossip.wait_until(lambda view: view.can_use(name))
+            (holding,) = view.nodes[node.transport.peer_id].holdings
+            assert holding.kind == "stage" and (holding.first, holding.last) == (0, 30)
+            assert holding.context_length == 128
+            assert node.server.chains.load(demo_model.digest, 0, 30) == (0, 0)
 
     trio.run(main)

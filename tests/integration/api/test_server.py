@@ -105,7 +105,7 @@ def test_resetting_an_http2_stream_stops_its_work_only(serving: Any, node: Any) 
 def test_an_http2_stream_that_takes_nothing_is_given_up_alone(
     serving: Any, node: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("mesh.api.server.STALL_SECONDS", 1.0)
+    monkeypatch.setattr("mesh.api.connection.STALL_SECONDS", 1.0)
     node.script = node.say_for_ever("x" * 1000, pause=0.001)
 
     async def main() -> None:
@@ -171,7 +171,7 @@ def test_a_slow_reader_slows_its_generation(serving: Any, node: Any) -> None:
 def test_a_reader_that_stopped_for_good_is_dropped(
     serving: Any, node: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mesh.api.server.STALL_SECONDS", 0.5)
+    monkeypatch.setattr("mesh.api.connection.STALL_SECONDS", 0.5)
     node.script = node.say_for_ever("x" * 60_000, pause=0)
 
     async def main() -> None:
