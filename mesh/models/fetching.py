@@ -102,7 +102,7 @@ class PeerFetch:
         try:
             await trio.to_thread.run_sync(self._shelf.make_room, call.digest, offer.size)
             async with self._turns[call.digest]:
-                missing = await trio.to_thread.run_sync(_prepare, folder, offer)
+                missing = await trio.to_thread.run_sync(_prepare, folder, offer, manifest)
             await self._download(call, offer, able, folder, missing, progress)
             async with self._turns[call.digest]:
                 await trio.to_thread.run_sync(_finish, folder, offer, manifest)
@@ -234,9 +234,14 @@ def _partial(folder: Path, path: str) -> Path:
     return target.with_name(f".{target.name}.part")
 
 
-def _prepare(folder: Path, offer: Offer) -> list[_Piece]:
-    """Make the files; the pieces that are not here yet, or not right."""
+def _prepare(folder: Path, offer: Offer, manifest: ModelManifest) -> list[_Piece]:
+    """Make the files; the pieces that are not here yet, or not right.
+
+    Raises :class:`StoreError` when what is offered is not a file of the model that is here: other
+    layers that are in use share it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    listed = {file.path: file.sha256 for file in manifest.files}
     missing = []
     for number, file in enumerate(offer.body.files):
         target, partial = folder / file.path, _partial(folder, file.path)
@@ -244,6 +249,8 @@ def _prepare(folder: Path, offer: Offer) -> list[_Piece]:
         present = target if target.exists() else partial
         bad = [_Piece(number, index) for index in _wrong(present, offer, number)]
         if target.exists() and (bad or target.stat().st_size != file.size):
+            if _sha256(target) == listed.get(file.path):
+                raise StoreError(f"the {file.path} that is offered is not the one of the model")
             os.replace(target, partial)
         if not target.exists():
             with partial.open("ab") as stream:
@@ -261,6 +268,11 @@ def _wrong(path: Path, offer: Offer, number: int) -> Iterator[int]:
                     yield index
     except FileNotFoundError:
         yield from range(offer.body.files[number].chunks)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _write(folder: Path, offer: Offer, piece: _Piece, data: bytes) -> None:
@@ -296,10 +308,9 @@ def _check_files(folder: Path, offer: Offer, manifest: ModelManifest) -> None:
     for file in offer.body.files:
         target, partial = folder / file.path, _partial(folder, file.path)
         present = partial if partial.exists() else target
-        if file.chunks > 1 and file.path in listed:
-            with present.open("rb") as stream:
-                if hashlib.file_digest(stream, "sha256").hexdigest() != listed[file.path]:
-                    raise StoreError(f"{file.path} is not the one of the model")
+        whole = file.chunks > 1 and file.path in listed
+        if whole and _sha256(present) != listed[file.path]:
+            raise StoreError(f"{file.path} is not the one of the model")
         if target.suffix == ".xml":
             weights = sizes.get(file.path.removesuffix(".xml") + ".bin", 0)
             inspect(present, weights=weights, extensions=target.name != MODEL_FILE)

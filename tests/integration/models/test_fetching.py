@@ -26,6 +26,7 @@ SIZES = {
     "openvino_model.bin": 5 * CHUNK + 77,
     "openvino_tokenizer.xml": 100,
     "openvino_tokenizer.bin": CHUNK,
+    "openvino_detokenizer.bin": CHUNK + 9,
     ".stages/1-3/openvino_model.xml": 2000,
     ".stages/1-3/openvino_model.bin": 3 * CHUNK + 1,
 }
@@ -125,7 +126,7 @@ def test_a_stage_comes_with_what_belongs_to_it_and_nothing_else(tmp_path, author
             if path.is_file() and not path.name.startswith(".complete")
         }
         stage = {path for path in SIZES if path.startswith(".stages")}
-        small = {"openvino_tokenizer.xml", "openvino_tokenizer.bin"}
+        small = {path for path in SIZES if "tokenizer" in path}
         assert here == stage | small | {"manifest.json"}
         assert same(tmp_path / "giver" / "made-up", manifest.path, *stage, *small)
         assert seen[0][0] == 0 and seen[-1][0] == seen[-1][1] == sum(s for _, s, _ in sent)
@@ -339,3 +340,23 @@ def test_an_offer_of_layers_that_were_removed_is_not_made_again(tmp_path):
     assert shelf.made(manifest.digest, 1, 3) is None
     with pytest.raises(StoreError):  # they would be cut again, if this were a real model
         shelf.offer(manifest.digest, 1, 3)
+
+
+def test_a_lie_about_a_file_that_is_here_costs_the_layers_that_share_it_nothing(
+    tmp_path, authority
+):
+    async def main(mesh):
+        digest = put_model(tmp_path / "good").digest
+        good, liar = await mesh.giver("good"), await mesh.giver("liar")
+        path = "openvino_detokenizer.bin"
+        (tmp_path / "liar" / "made-up" / path).write_bytes(bytes(SIZES[path]))
+        taker = await mesh.node("taker")
+        fetch = PeerFetch(mesh.shelves["taker"])
+        here = await fetch.fetch(digest, (1, 3), await links(taker, good))
+        with pytest.raises(StoreError, match="not the one of the model"):
+            await fetch.fetch(digest, (0, LAYERS), await links(taker, liar))
+        assert same(tmp_path / "good" / "made-up", here.path, path)
+        whole = await fetch.fetch(digest, (0, LAYERS), await links(taker, liar, good))
+        assert same(tmp_path / "good" / "made-up", whole.path, *SIZES)
+
+    run(tmp_path, authority, main)
