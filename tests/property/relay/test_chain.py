@@ -56,7 +56,7 @@ def test_any_cut_gives_the_tokens_of_the_uncut_model(toys, cuts, sessions) -> No
             if sessions > 1:
                 assert max(stage.largest for stage in world.stages.values()) > 2
 
-    trio.run(main)
+    toys.run(main)
 
 
 def test_resume_continues_as_if_nothing_had_happened(toys) -> None:
@@ -70,7 +70,7 @@ def test_resume_continues_as_if_nothing_had_happened(toys) -> None:
             rest = toys.Ask([1, 2, 3], 20, SEEDED, resume=tokens[:8])
             assert await toys.collect(head, rest) == tokens[8:]
 
-    trio.run(main)
+    toys.run(main)
 
 
 @pytest.mark.parametrize("deaf", ["b", "c"])
@@ -95,7 +95,7 @@ def test_a_stage_that_does_not_take_the_form_makes_the_chain_exact(toys, deaf: s
             assert head.ring.activations == "f32"
             await world.empty()
 
-    trio.run(main)
+    toys.run(main)
 
 
 def test_a_stage_that_does_not_even_take_the_exact_form(toys) -> None:
@@ -107,4 +107,4 @@ def test_a_stage_that_does_not_even_take_the_exact_form(toys) -> None:
             with trio.fail_after(5), pytest.raises(GenerationError, match="taken here"):
                 await head.start(toys.Ask([1, 2, 3], 5).session())
 
-    trio.run(main)
+    toys.run(main)

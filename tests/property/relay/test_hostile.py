@@ -94,7 +94,7 @@ def test_frames_of_a_neighbour_and_of_a_stranger(toys) -> None:
             head.end(victim)
             await world.empty()
 
-    trio.run(main)
+    toys.run(main)
 
 
 def test_a_row_out_of_place_is_mended_once_and_not_for_ever(toys) -> None:
@@ -117,7 +117,7 @@ def test_a_row_out_of_place_is_mended_once_and_not_for_ever(toys) -> None:
             head.end(session)
             await world.empty()
 
-    trio.run(main)
+    toys.run(main)
 
 
 def test_requests_of_a_stranger(toys) -> None:
@@ -178,7 +178,7 @@ def test_requests_of_a_stranger(toys) -> None:
             head.end(session)
             await world.empty()
 
-    trio.run(main)
+    toys.run(main)
 
 
 def opening(rank: int, first: int, previous, following, sessions, **changes) -> dict:
@@ -271,7 +271,7 @@ def test_a_chain_of_a_hostile_head_does_not_end_a_stage(toys, what: str) -> None
             ask = toys.Ask([1, 2, 3], 20)
             assert await toys.collect(world.head(a, b, c), ask) == ask.expected(6)
 
-    trio.run(main)
+    toys.run(main)
 
 
 def test_a_peer_that_does_not_read_is_given_up(toys, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +301,7 @@ def test_a_peer_that_does_not_read_is_given_up(toys, monkeypatch: pytest.MonkeyP
             assert given_up == 1
             assert not relay._outboxes
 
-    trio.run(main)
+    toys.run(main)
 
 
 def test_a_step_that_fails_unforeseen_costs_its_sessions_only(toys, monkeypatch) -> None:
@@ -325,4 +325,4 @@ def test_a_step_that_fails_unforeseen_costs_its_sessions_only(toys, monkeypatch)
             assert await toys.collect(world.head(a, b), ask) == ask.expected(4)
             await world.empty()
 
-    trio.run(main)
+    toys.run(main)

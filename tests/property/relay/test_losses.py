@@ -118,7 +118,7 @@ def test_no_token_is_lost_or_doubled(
                 assert got[number] == ask.expected(8), number
             await world.empty()
 
-    trio.run(main)
+    toys.run(main)
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
@@ -145,7 +145,7 @@ def test_only_the_lost_range_is_computed_again(toys, rank) -> None:
                 head.route[rank].peer,
             ]
 
-    trio.run(main)
+    toys.run(main)
 
 
 def test_a_stage_that_hangs_is_replaced_and_a_pause_is_not_a_loss(toys) -> None:
@@ -175,7 +175,7 @@ def test_a_stage_that_hangs_is_replaced_and_a_pause_is_not_a_loss(toys) -> None:
             assert tokens == ask.expected(8)
             await world.empty()
 
-    trio.run(main)
+    toys.run(main)
 
 
 def test_a_session_that_begins_at_a_stage_that_hangs_need_not_wait_for_it(toys) -> None:
@@ -210,7 +210,7 @@ def test_a_session_that_begins_at_a_stage_that_hangs_need_not_wait_for_it(toys) 
             await trio.sleep(0.1)
             await world.empty()
 
-    trio.run(main)
+    toys.run(main)
 
 
 def test_without_a_spare_there_is_an_error_and_nothing_stays_behind(toys) -> None:
@@ -232,7 +232,7 @@ def test_without_a_spare_there_is_an_error_and_nothing_stays_behind(toys) -> Non
             with pytest.raises(GenerationError):
                 await head.start(toys.Ask([1], 5).session())
 
-    trio.run(main)
+    toys.run(main)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -263,7 +263,7 @@ def test_a_mending_that_fails_leaves_nothing_behind(toys, seed: int) -> None:
                     await trio.sleep(0.01)
             await world.empty()
 
-    trio.run(main)
+    toys.run(main)
 
 
 def test_the_head_is_lost(toys) -> None:
@@ -276,7 +276,7 @@ def test_the_head_is_lost(toys) -> None:
             world.kill(head.route[0].peer)
             await world.empty()
 
-    trio.run(main)
+    toys.run(main)
 
 
 def test_a_stage_that_is_unloaded_hands_over_at_once(toys) -> None:
@@ -312,7 +312,7 @@ def test_a_stage_that_is_unloaded_hands_over_at_once(toys) -> None:
             head.end(session)
             await world.empty()
 
-    trio.run(main)
+    toys.run(main)
 
 
 def test_a_replay_holds_up_no_other_chain(toys) -> None:
@@ -362,7 +362,7 @@ def test_a_replay_holds_up_no_other_chain(toys) -> None:
                     nursery.start_soon(first)
             assert max(b - a for a, b in itertools.pairwise(steps)) <= 3
 
-    trio.run(main)
+    toys.run(main)
 
 
 def test_a_chain_is_in_use_while_a_session_begins_anew(toys) -> None:
@@ -388,7 +388,7 @@ def test_a_chain_is_in_use_while_a_session_begins_anew(toys) -> None:
             assert head.idle
             await world.empty()
 
-    trio.run(main)
+    toys.run(main)
 
 
 def test_a_client_that_leaves_while_its_chain_is_mended_costs_no_stage_its_place(toys) -> None:
@@ -414,7 +414,7 @@ def test_a_client_that_leaves_while_its_chain_is_mended_costs_no_stage_its_place
             assert [hop.peer for hop in head.route[2:]] == route
             await world.empty()
 
-    trio.run(main)
+    toys.run(main)
 
 
 def test_room_is_asked_for_again_when_who_gave_it_is_lost_meanwhile(toys) -> None:
@@ -444,4 +444,4 @@ def test_room_is_asked_for_again_when_who_gave_it_is_lost_meanwhile(toys) -> Non
                 assert [(await session.get()).token for _ in range(400)] == ask.expected(8)
             await world.empty()
 
-    trio.run(main)
+    toys.run(main)

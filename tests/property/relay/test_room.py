@@ -33,7 +33,7 @@ def test_sessions_grow_give_way_and_all_end_right(toys) -> None:
             assert [got[n] for n in range(5)] == [ask.expected(4) for ask in wanted]
             await world.empty()
 
-    trio.run(main)
+    toys.run(main)
 
 
 def test_a_queue_is_bounded_and_a_place_is_given_on(toys) -> None:
@@ -66,7 +66,7 @@ def test_a_queue_is_bounded_and_a_place_is_given_on(toys) -> None:
                 theirs.end(session)
             await world.empty()
 
-    trio.run(main)
+    toys.run(main)
 
 
 def test_a_client_that_goes_away_at_any_moment_leaves_nothing(toys) -> None:
@@ -82,7 +82,7 @@ def test_a_client_that_goes_away_at_any_moment_leaves_nothing(toys) -> None:
             assert await toys.collect(head, toys.Ask([1], 5)) == toys.Ask([1], 5).expected(6)
             await world.empty()
 
-    trio.run(main)
+    toys.run(main)
 
 
 def test_a_client_that_does_not_read_stalls_nobody(toys) -> None:
@@ -101,7 +101,7 @@ def test_a_client_that_does_not_read_stalls_nobody(toys) -> None:
             head.end(session)
             await world.empty()
 
-    trio.run(main)
+    toys.run(main)
 
 
 def test_a_session_that_a_stage_fails_on_fails_alone(toys) -> None:
@@ -126,7 +126,7 @@ def test_a_session_that_a_stage_fails_on_fails_alone(toys) -> None:
             head.end(session)
             await world.empty()
 
-    trio.run(main)
+    toys.run(main)
 
 
 @pytest.mark.parametrize("where", ["begin", "finish"])
@@ -147,7 +147,7 @@ def test_a_runtime_that_fails_fails_its_step_and_no_other(toys, where: str) -> N
                 assert await toys.collect(head, ask) == ask.expected(4)
             await world.empty()
 
-    trio.run(main)
+    toys.run(main)
 
 
 def test_a_stage_whose_failure_cannot_be_told_ends(toys) -> None:

@@ -95,7 +95,7 @@ def test_a_request_goes_over_the_nodes_that_were_chosen_for_it(
             assert await heads.ask(head, other, tail) == [head, other, tail]
             await world.empty()
 
-    trio.run(main)
+    toys.run(main)
 
 
 def test_a_chain_that_a_request_is_on_its_way_to_does_not_make_room_for_another(
@@ -130,4 +130,4 @@ def test_a_chain_that_a_request_is_on_its_way_to_does_not_make_room_for_another(
                 go_on.set()
             assert await heads.ask(head, other, tail) == [head, other, tail]
 
-    trio.run(main)
+    toys.run(main)
