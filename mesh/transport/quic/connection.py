@@ -87,6 +87,7 @@ class MeshConnection(IMuxedConn):
         self._closed = trio.Event()
         self._path: Any = None
         self._keepalive_at = 0.0
+        self._kept_alive_at = 0.0  # when the last ping for that was sent
         self._refusal: str | None = None
         self._refused_since: float | None = None
         self._ask_at: float | None = None
@@ -196,6 +197,7 @@ class MeshConnection(IMuxedConn):
             self._ask_at = None
             self.engine.send_ping(0)
         if self.state is State.OPEN and now >= self._keepalive_at:
+            self._kept_alive_at = now
             self.engine.send_ping(0)
         self.pump()
 
@@ -220,7 +222,8 @@ class MeshConnection(IMuxedConn):
             timer = self._ask_at if timer is None else min(timer, self._ask_at)
         if self.state is State.OPEN:
             # Any packet from the peer restarts the wait: only an idle path needs a ping.
-            self._keepalive_at = self.engine.last_received + self._endpoint.keepalive
+            active_at = max(self.engine.last_received, self._kept_alive_at)
+            self._keepalive_at = active_at + self._endpoint.keepalive
             timer = self._keepalive_at if timer is None else min(timer, self._keepalive_at)
         return timer
 

@@ -408,8 +408,11 @@ class Endpoint:
             with trio.move_on_at(self._timer_wakes_at + trio.current_time() - self._clock()):
                 await self._timer_wake.wait()
             due = self._clock() + _TIMER_SLACK
+            popped = []
             while self._timers and self._timers[0][0] <= due:
-                at, key = heapq.heappop(self._timers)
+                popped.append(heapq.heappop(self._timers))
+            # Each once: whoever wants to be called again at once lets others have their turn first.
+            for at, key in popped:
                 connection: MeshConnection | None = self._timed.get(key)
                 if connection is None or connection.timer_at != at:
                     continue  # closed, or another entry stands for it

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,16 @@ from typing import Any
 import pytest
 import trio
 
-from mesh.transport import Lane, LinkClosed, LinkUp, Message, Request, Transport
+from mesh.transport import (
+    Lane,
+    LinkClosed,
+    LinkUp,
+    LivenessPolicy,
+    Message,
+    Request,
+    Transport,
+    TransportConfig,
+)
 
 FRAMES = 300
 
@@ -118,6 +128,25 @@ def test_four_seconds_of_nothing_are_survived(pairs: Any) -> None:
             assert took >= 3.5  # the hole was really in the way
             assert took < 12
             assert link.is_up
+            assert client.links[server.peer_id] is link
+
+    trio.run(main)
+
+
+def test_an_idle_peer_that_vanishes_costs_the_others_nothing(pairs: Any) -> None:
+    """A lid is closed: nothing says so, and pings are not answered."""
+
+    async def main() -> None:
+        liveness = LivenessPolicy(idle_ping=0.3)
+        config = TransportConfig(listen=("/ip4/127.0.0.1/udp/0/quic-v1",), liveness=liveness)
+        async with pairs.linked("--delay 1", config) as (client, server, path):
+            link = client.links[server.peer_id]
+            path.tell("hole 3")
+            used, began = time.process_time(), trio.current_time()
+            await trio.sleep(2)
+            assert trio.current_time() - began < 10
+            assert time.process_time() - used < 1
+            await deliver(client, server, 20)
             assert client.links[server.peer_id] is link
 
     trio.run(main)
