@@ -8,6 +8,7 @@ the node's own messages above ten a second, and queues that lose messages of a s
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,6 +17,7 @@ import trio
 from libp2p.custom_types import TProtocol
 from libp2p.peer.id import ID
 from libp2p.pubsub.gossipsub import GossipSub
+from libp2p.pubsub.pb.rpc_pb2 import RPC
 from libp2p.pubsub.pubsub import Pubsub
 from libp2p.pubsub.pubsub_notifee import PubsubNotifee
 from libp2p.tools.anyio_service import background_trio_service
@@ -35,6 +37,10 @@ _QUEUE = 1024  # messages that wait for a subscriber of ours
 class _Members(PubsubNotifee):
     """Tells Pubsub of peers, not of connections: a peer with a second one is still there."""
 
+    def __init__(self, notifee: PubsubNotifee, enter_again: Callable[[ID], None]) -> None:
+        super().__init__(notifee.initiator_peers_queue, notifee.dead_peers_queue)
+        self._enter_again = enter_again
+
     async def connected(self, network: Any, conn: Any) -> None:
         if len(network.get_connections(conn.muxed_conn.peer_id)) <= 1:
             await super().connected(network, conn)
@@ -42,7 +48,7 @@ class _Members(PubsubNotifee):
     async def disconnected(self, network: Any, conn: Any) -> None:
         await super().disconnected(network, conn)
         if network.get_connections(conn.muxed_conn.peer_id):
-            await super().connected(network, conn)  # its stream may have been on the closed one
+            self._enter_again(conn.muxed_conn.peer_id)
 
 
 class Topics:
@@ -60,19 +66,23 @@ class Topics:
         self._pubsub = Pubsub(
             host, router, strict_signing=True, max_inbound_rpc_size=4 * MAX_MESSAGE
         )
+        # It numbers messages from the seconds since 1970, and those who remember the numbers drop
+        # what has one for the second time: all that a node says at first that starts again after
+        # more messages than seconds. (0.8.1 does; this can go when it begins with nanoseconds.)
+        self._pubsub.counter = time.time_ns()
         self._router = router
         self._enter = self._pubsub._handle_new_peer
         self._entering: dict[ID, trio.Lock] = {}
         self._pubsub._handle_new_peer = self._enter_once
+        self._leave = self._pubsub._handle_dead_peer
+        self._pubsub._handle_dead_peer = self._leave_if_gone
         self._take = self._pubsub.push_msg
         self._pubsub.push_msg = self._take_contained
         self._network = host.get_network()
         for notifee in list(self._network.notifees):
             if type(notifee) is PubsubNotifee:
                 self._network.remove_notifee(notifee)
-                self._network.register_notifee(
-                    _Members(notifee.initiator_peers_queue, notifee.dead_peers_queue)
-                )
+                self._network.register_notifee(_Members(notifee, self._enter_again))
         self._subscribers: dict[str, list[trio.MemorySendChannel[tuple[PeerId, bytes]]]] = {}
         self._nursery: trio.Nursery | None = None
 
@@ -96,8 +106,24 @@ class Topics:
             with trio.move_on_after(wait):
                 await gone()
                 return
-            if member not in self._pubsub.peers:
-                self._pubsub._schedule_peer_stream_retry(member)
+            self._enter_again(member)
+
+    def _enter_again(self, peer: ID) -> None:
+        """Enter a connected peer whose stream has not come up, or was on a connection that is
+        closed now: it may have started again, or its link may have moved, and have another."""
+        stream = self._pubsub.peers.get(peer)
+        if stream is None or stream.muxed_conn.is_closed:
+            self._pubsub._handle_dead_peer(peer)
+
+    def _leave_if_gone(self, peer: ID) -> None:
+        """What a peer that is still connected has subscribed to stays: it has said so on a stream
+        of its own, which may be younger than the one that broke, and says it once."""
+        topics = [topic for topic, peers in self._pubsub.peer_topics.items() if peer in peers]
+        self._leave(peer)
+        if self._pubsub._peer_is_connected(peer):
+            for topic in topics:
+                subscription = RPC.SubOpts(subscribe=True, topicid=topic)
+                self._pubsub.handle_subscription(peer, subscription)
 
     async def _enter_once(self, peer: ID) -> None:
         """Enter a peer, one attempt at a time: two at once would both succeed, and the task and

@@ -203,6 +203,40 @@ def test_two_hundred_reconnects_leave_nothing(network: Any) -> None:
     trio.run(main)
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_node_that_starts_again_at_once_hears_and_is_heard(network: Any, killed: bool) -> None:
+    """Others may learn afterwards only that its last connection is closed, and they remember for
+    minutes which numbers its messages had."""
+
+    def valid(author: str, data: bytes) -> bool:
+        return True
+
+    async def hears(there: Any, said: set[bytes]) -> None:
+        with trio.fail_after(5):
+            heard = set[bytes]()
+            while heard != said:
+                heard.add((await anext(there))[1])
+
+    async def main() -> None:
+        async with network.open("b") as b, b.subscribe("news", valid) as at_b:
+            for start in range(2):
+                said = {f"{start} {number}".encode() for number in range(30)}
+                async with network.open("a") as a, a.subscribe("news", valid) as at_a:
+                    await a.connect(b.addresses[0])
+                    await trio.sleep(1.0)
+                    for data in said:
+                        await a.publish("news", data)
+                    await hears(at_b, said)
+                    await b.publish("news", b"answer %d" % start)
+                    with trio.fail_after(5):
+                        while (await anext(at_a))[1] != b"answer %d" % start:
+                            pass
+                    if killed:  # it says no goodbye
+                        a._quic.endpoint.flush = lambda connection: None
+
+    trio.run(main)
+
+
 def test_bulk_does_not_hold_activations_up(network: Any) -> None:
     async def main() -> None:
         async with network.open("a") as a, network.open("b") as b, b.events() as events:
