@@ -175,9 +175,11 @@ class StagedRun:
 
     def parts(self, tokens: tuple[int, int]) -> tuple[Part, ...]:
         # The serial that was noted while the peer was there: it may have gone since.
+        first, last = tokens
         shares = [
-            (share.hop.peer, share.serial, (share.hop.first, share.hop.last), share.tokens)
+            (share.hop.peer, share.serial, (share.hop.first, share.hop.last), (begin, end))
             for share in self._run.shares()
+            if (begin := max(first, share.tokens[0])) < (end := min(last, share.tokens[1]))
         ] or [(PeerId(hop.peer), None, (hop.first, hop.last), tokens) for hop in self._hops]
         return tuple(
             Part(

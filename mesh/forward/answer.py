@@ -271,7 +271,7 @@ class _Attempt:
 
     def cut(self, recovery: Recovery) -> SignedCut | None:
         here = self._generator if isinstance(self._generator, Execution) else None
-        signed = here.cut() if here is not None else self.receipt
+        signed = here.cut(len(recovery.token_ids)) if here is not None else self.receipt
         if signed is None:
             return None
         try:

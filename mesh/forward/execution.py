@@ -112,9 +112,13 @@ class Execution:
                     self.receipt = self._sign(event.finish)
                 yield event
 
-    def cut(self) -> SignedReceipt | None:
-        """A receipt for the tokens so far of a generation that goes on elsewhere."""
-        if self._request is None or self.position == len(self._assignment.resume):
+    def cut(self, position: int) -> SignedReceipt | None:
+        """A receipt for the output tokens before ``position`` of a generation that goes on
+        elsewhere. Its reader has these: one more may have been made and not handed over."""
+        first = len(self._assignment.resume)
+        del self._token_ids[max(first, position) :]
+        del self._texts[1 + self.position - first :]
+        if self._request is None or self.position == first:
             return None
         return self._sign(None)
 

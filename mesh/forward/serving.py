@@ -143,7 +143,7 @@ class ForwardServer:
                     if item is None:
                         yield Message(BEAT)
                     elif isinstance(item, GenerationError):
-                        receipt = execution.cut()
+                        receipt = execution.cut(position)
                         yield Message(write_cut(item), write_receipt(receipt) if receipt else b"")
                         return
                     else:

@@ -115,7 +115,12 @@ def test_the_answer_is_the_one_of_an_unbroken_run(
     run(main)
 
 
-def test_a_node_that_leaves_hands_over_and_signs_for_its_part(run: Any, start: Any) -> None:
+@pytest.mark.parametrize("in_that_turn", [False, True])
+def test_a_node_that_leaves_hands_over_and_signs_for_its_part(
+    run: Any, start: Any, in_that_turn: bool
+) -> None:
+    """Also when a token was made in the turn in which it ends, which nobody gets from it."""
+
     async def main(stack: AsyncExitStack) -> None:
         entry, one, two, three = await nodes(stack, start, "entry", "one", "two", "three")
         entry.routes = [one, two, three]
@@ -125,6 +130,8 @@ def test_a_node_that_leaves_hands_over_and_signs_for_its_part(run: Any, start: A
             def on_token(made: int, node: Any = node, position: int = position) -> None:
                 if made == position:
                     nursery.start_soon(node.server.leave, 0.0)
+                    for session in node.server._sessions if in_that_turn else ():
+                        session.scope.cancel()
 
             node.engine.on_token = on_token
         async with trio.open_nursery() as nursery:
