@@ -66,6 +66,7 @@ class Node:
             stdout=subprocess.PIPE,
             text=True,
         )
+        self._others: list[dict[str, Any]] = []  # that nobody has waited for
         hello = self.read()
         self.peer: str = hello["peer"]
         self.addresses: list[str] = hello["addresses"]
@@ -82,9 +83,11 @@ class Node:
     def until(self, **wanted: Any) -> dict[str, Any]:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
-            message = self.read()
-            if all(message.get(key) == value for key, value in wanted.items()):
+            message = next((m for m in self._others if wanted.items() <= m.items()), None)
+            if message is not None:
+                self._others.remove(message)
                 return message
+            self._others.append(self.read())
         raise TimeoutError(str(wanted))
 
     def tell(self, **command: Any) -> None:
@@ -138,9 +141,13 @@ def test_relayed_then_punched() -> None:
         assert up["path"] == "relayed"
         moved = a.until(event="LinkMoved", peer=b.peer)
         assert moved["path"] == "punched"
-        assert moved["at"] - up["at"] < 2.0
+        # 0.04 s, unless one of the two had no processor when it was its turn. Then there is another
+        # attempt after 2 s or 5 s, and maybe nothing is asked any more while the link moves.
+        assert moved["at"] - up["at"] < 6.0
         assert b.until(event="LinkMoved", peer=a.peer)["path"] == "punched"
         a.until(asked=300)  # every request was answered, before, while and after it moved
+        a.tell(link=b.peer, addresses=b.addresses, ask=50)
+        a.until(asked=50)
         a.tell(facts=True)
         facts = a.until(reachable=False)
         # A NAT that lets in only whom it was used toward is not reachable, whatever it looks like.
