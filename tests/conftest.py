@@ -121,6 +121,20 @@ class NodeProcess:
     peer: str = ""
     listen: str = ""
 
+    def __post_init__(self) -> None:
+        self._reader = threading.Thread(target=self._read_log, daemon=True)
+        self._reader.start()
+
+    def _read_log(self) -> None:
+        for line in self.process.stderr or ():
+            self.log.append(line)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, when the process has ended and all that it logged is here."""
+        code = self.process.wait(timeout)
+        self._reader.join(10)  # not for ever: a process that it has started may have the pipe, too
+        return code
+
     def cli(self, *arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
         """A `meshnode` command in this node's home."""
         command, *rest = arguments
@@ -136,10 +150,10 @@ class NodeProcess:
         if self.process.poll() is None:
             self.process.send_signal(how)
         try:
-            return self.process.wait(timeout)
+            return self.wait(timeout)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            return self.process.wait()
+            return self.wait()
 
 
 class Network:
@@ -201,6 +215,11 @@ class Network:
         command = [str(BIN / "meshnode"), "start", "--home", str(home), *given, *flags]
         if "--mdns" not in flags:
             command.append("--no-mdns")
+        log: list[str] = []
+        if (before := self.nodes.get(name)) is not None:
+            if before.process.poll() is not None:
+                before.wait()
+            log = [*before.log, "-- started again --\n"]
         process = subprocess.Popen(
             [*under, *(part for part in command if part != "--mdns")],
             env=self.environment,
@@ -209,15 +228,7 @@ class Network:
             stderr=subprocess.PIPE,
             text=True,
         )
-        node = NodeProcess(name, home, self.environment, process)
-        if name in self.nodes:
-            node.log += [*self.nodes[name].log, "-- started again --\n"]
-
-        def read_log() -> None:
-            for line in process.stderr or ():
-                node.log.append(line)
-
-        threading.Thread(target=read_log, daemon=True).start()
+        node = NodeProcess(name, home, self.environment, process, log)
         self.nodes[name] = node
         return node
 
@@ -243,6 +254,7 @@ class Network:
         match = re.fullmatch(r"ready api=(\S+) peer=(\S+) listen=(\S+)\n", line)
         if match is None:
             node.process.kill()
+            node.wait()
             pytest.fail(f"{node.name} is not ready: {line!r}\n{''.join(node.log)}")
         node.api, node.peer, listen = match.groups()
         node.listen = listen.split(",")[0]
@@ -254,10 +266,10 @@ class Network:
                 node.process.send_signal(signal.SIGTERM)
         for node in self.nodes.values():
             try:
-                node.process.wait(20)
+                node.wait(20)
             except subprocess.TimeoutExpired:
                 node.process.kill()
-                node.process.wait()
+                node.wait()
             (self.folder / f"{node.name}.log").write_text("".join(node.log), encoding="utf-8")
 
 

@@ -14,7 +14,7 @@ import pytest
 def fails(network: Any, name: str, code: int, *flags: str) -> str:
     """Start a node that must refuse; returns its one line."""
     node = network.launch(name, *flags)
-    assert node.process.wait(60) == code, "".join(node.log)
+    assert node.wait(60) == code, "".join(node.log)
     lines = [line for line in node.log if line.startswith("meshnode:")]
     assert len(lines) == 1 and "Traceback" not in "".join(node.log)
     return str(lines[0])
