@@ -235,13 +235,20 @@ def test_a_consumer_that_goes_away_frees_its_place_at_once(
         monkeypatch.setattr(engine, "_dispatch", count)
         endless = ask(QUESTIONS[1], ignore_eos=True, max_tokens=4000)
         loads: list[Load] = []
-        engine.on_load_change(loads.append)
+        together = trio.Event()
+
+        def look(load: Load) -> None:
+            loads.append(load)
+            if load.active == 4:
+                together.set()
+
+        engine.on_load_change(look)
 
         async def some(number: int) -> None:
             async with contextlib.aclosing(engine.generate(endless)) as events:
                 async for _ in events:
                     number -= 1
-                    if not number:
+                    if number <= 0 and together.is_set():
                         return
 
         async with trio.open_nursery() as nursery:

@@ -174,9 +174,10 @@ def test_call_can_live_in_an_async_generator(network: Any) -> None:
 def test_late_answer_is_a_deadline_and_cancels(network: Any) -> None:
     async def main() -> None:
         async with network.open("a") as a, network.open("b") as b:
-            cancelled = trio.Event()
+            begun, cancelled = trio.Event(), trio.Event()
 
             async def slow(request: Request) -> Message:
+                begun.set()
                 try:
                     await trio.sleep_forever()
                 finally:
@@ -184,8 +185,12 @@ def test_late_answer_is_a_deadline_and_cancels(network: Any) -> None:
 
             b.serve("slow", slow)
             link = await a.connect(b.addresses[0])
-            with pytest.raises(DeadlineExceeded):
-                await link.request("slow", timeout=0.2)
+            # On a slow machine a call may be over before its handler has had a turn.
+            for timeout in (0.2, 1.0, 5.0):
+                with pytest.raises(DeadlineExceeded):
+                    await link.request("slow", timeout=timeout)
+                if begun.is_set():
+                    break
             with trio.fail_after(2):
                 await cancelled.wait()
 
@@ -404,10 +409,9 @@ def test_cancelled_sends_do_not_use_up_the_credit(network: Any) -> None:
                     await link.send("rows", "last")
                     while (await anext(rows)).body != "last":
                         pass
-            assert (await measure_unfinished(up.link)) == 0
-
-    async def measure_unfinished(link: Any) -> int:
-        await trio.sleep(0.2)
-        return sum(port._assembler.held for port in link._ports.values())
+            with trio.fail_after(10):
+                ports = up.link._ports.values()
+                while any(port._assembler.held for port in ports):  # noqa: ASYNC110
+                    await trio.sleep(0.01)
 
     trio.run(main)

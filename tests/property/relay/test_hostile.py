@@ -26,6 +26,12 @@ def frame(chain: bytes, rows, *, hidden: int = 8, encoding: str = "f32", value=1
     return {**body, **changes}, payload
 
 
+async def until(holds) -> None:
+    with trio.fail_after(5):
+        while not holds():  # noqa: ASYNC110
+            await trio.sleep(0.005)
+
+
 def test_frames_of_a_neighbour_and_of_a_stranger(toys) -> None:
     async def main() -> None:
         async with toys.open_world() as world:
@@ -64,10 +70,12 @@ def test_frames_of_a_neighbour_and_of_a_stranger(toys) -> None:
                 relay.take(a, STEP_KIND, body, payload)
             # From the stage before, of another epoch.
             relay.take(a, STEP_KIND, *frame(chain, [(number, at, 1)], epoch=0))
-            await trio.sleep(0.05)
-            assert (stranger, number, "wrong_peer") in told
-            assert (stranger, number, "unknown_chain") in told
-            assert (c, number, "wrong_peer") in told
+            refusals = {
+                (stranger, number, "wrong_peer"),
+                (stranger, number, "unknown_chain"),
+                (c, number, "wrong_peer"),
+            }
+            await until(lambda: refusals <= set(told))
             assert head.active == 2
 
             # From the stage before, and wrong: only the session that it names is given up.
@@ -81,9 +89,8 @@ def test_frames_of_a_neighbour_and_of_a_stranger(toys) -> None:
                 relay.take(a, STEP_KIND, body, payload)
             body, payload = frame(chain, [(number, at, 1)])
             relay.take(a, STEP_KIND, body, payload[:-1])
-            await trio.sleep(0.05)
-            codes = {code for to, _, code in told if to == a}
-            assert {"unknown_session", "not_finite", "bad_size", "wrong_encoding"} <= codes
+            codes = {"unknown_session", "not_finite", "bad_size", "wrong_encoding"}
+            await until(lambda: codes <= {code for to, _, code in told if to == a})
             with pytest.raises(Exception, match=r"not_finite|bad_size|wrong_encoding"):
                 while True:
                     await victim.get()
@@ -233,23 +240,25 @@ def test_a_chain_of_a_hostile_head_does_not_end_a_stage(toys, what: str) -> None
                     "refused"
                 ) == ()
 
-            async def send(node, body, payload) -> None:
+            def send(node, body, payload) -> None:
                 world.relays[node].take(evil, STEP_KIND, body, payload)
-                await trio.sleep(0.05)
 
             last = (c, 2, 4, evil, evil)
             if what == "times":  # of more stages than there can be
                 await open_at(b, 1, 2, evil, c, [{}])
-                await send(b, *one_row(spent=[0.0] * 64))
+                send(b, *one_row(spent=[0.0] * 64))
+                await until(lambda: told)
                 assert told == [(0, "malformed")]
             elif what == "history":  # with a token that the model does not have
                 wanted = {"history": 1, "sampling": {**SAMPLING, "repetition_penalty": 1.5}}
                 await open_at(*last, [wanted], ids=[1 << 20])
-                await send(c, *one_row())
+                send(c, *one_row())
+                await until(lambda: told)
                 assert told == [(0, "engine_failed")]
             elif what == "bias":
                 await open_at(*last, [{"sampling": {**SAMPLING, "logit_bias": [[64, 1.0]]}}])
-                await send(c, *one_row())
+                send(c, *one_row())
+                await until(lambda: told)
                 assert told == [(0, "engine_failed")]
             elif what == "penalty":
                 wanted = {"history": 1, "sampling": {**SAMPLING, "repetition_penalty": 1e-40}}
@@ -257,8 +266,9 @@ def test_a_chain_of_a_hostile_head_does_not_end_a_stage(toys, what: str) -> None
                     await open_at(*last, [wanted], ids=[1])
             else:  # of a session whose output is gone, together with another one
                 await open_at(b, 1, 2, evil, c, [{"prompt": 25}, {"prompt": 10}])
-                await send(b, *frame(b"h" * 16, [(0, 0, 25)]))
-                await send(b, *frame(b"h" * 16, [(1, 0, 10)]))
+                for steps, row in enumerate([(0, 0, 25), (1, 0, 10)], 1):
+                    send(b, *frame(b"h" * 16, [row]))
+                    await until(lambda steps=steps: world.hosts[b].steps == steps)
                 again = [
                     {"session": 0, "past": 25, "emit_from": 0, "replay_from": 0},
                     {"session": 1, "past": 0, "emit_from": 0, "replay_from": 0},
@@ -266,7 +276,8 @@ def test_a_chain_of_a_hostile_head_does_not_end_a_stage(toys, what: str) -> None
                 body = {"chain": b"h" * 16, "epoch": 1, "sessions": again}
                 with pytest.raises(Refusal, match="not_kept"):
                     await world.relays[b].answer(evil, REPLAY, body, b"")
-                await send(b, *frame(b"h" * 16, [(1, 0, 10)]))
+                send(b, *frame(b"h" * 16, [(1, 0, 10)]))
+                await until(lambda: world.hosts[b].steps == 3)
 
             ask = toys.Ask([1, 2, 3], 20)
             assert await toys.collect(world.head(a, b, c), ask) == ask.expected(6)
@@ -297,9 +308,8 @@ def test_a_peer_that_does_not_read_is_given_up(toys, monkeypatch: pytest.MonkeyP
                 relay.take(toys.peer("evil"), STEP_KIND, *frame(b"x" * 16, [(1, 0, 1)]))
             waiting = [box for (to, _), box in relay._outboxes.items() if to == toys.peer("evil")]
             assert sum(len(box._parcels) for box in waiting) <= 1024
-            await trio.sleep(0.05)
+            await until(lambda: not relay._outboxes)
             assert given_up == 1
-            assert not relay._outboxes
 
     toys.run(main)
 
