@@ -89,9 +89,11 @@ class TransportLinks:
     async def request(
         self, peer: PeerId, kind: str, body: Any, payload: Buffer = b"", *, timeout: float
     ) -> Any:
+        link: Link | None = None
         try:
-            with trio.move_on_after(timeout):  # dialling is part of it
+            with trio.move_on_after(timeout):
                 link = await self._link(peer)
+            if link is not None:
                 return (await link.request(kind, body, payload, timeout=timeout)).body
         except RemoteError as error:
             raise Refusal.told(error.code, f"{peer}: {error.message}") from error

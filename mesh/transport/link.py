@@ -50,6 +50,8 @@ from mesh.transport.serving import (
 
 logger = logging.getLogger(__name__)
 
+_SLICES = 5  # of the time that an answer may take
+
 
 class Link:
     """Made by the transport; shared by all who talk to the peer."""
@@ -139,22 +141,27 @@ class Link:
         """Ask and wait for the one answer.
 
         Raises RemoteError, DeadlineExceeded, LinkClosed; ValueError when the message is too large.
-        Cancelled or late, it cancels the handler on the other side.
+        Cancelled or late, it cancels the handler on the other side. Time is counted in slices: if
+        this node stands still for a while one has passed, and what came meanwhile is read.
         """
         call: Call | None = None
-        with trio.move_on_after(timeout):
-            try:
+        try:
+            with trio.move_on_after(timeout):
                 call = await self.open(kind, body, payload, lane=lane, timeout=timeout)
-                async for answer in call:
-                    return answer
-                raise RemoteError("no_answer", f"{kind} ended without an answer")
-            except RemoteError as error:
-                if error.code == "deadline":
-                    raise DeadlineExceeded(f"{kind}: {error.message}") from error
-                raise
-            finally:
-                if call is not None:
-                    call.cancel()
+            if call is None:
+                raise DeadlineExceeded(f"{kind} was not sent in {timeout:g} s")
+            for _ in range(_SLICES):
+                with trio.move_on_after(timeout / _SLICES):
+                    async for answer in call:
+                        return answer
+                    raise RemoteError("no_answer", f"{kind} ended without an answer")
+        except RemoteError as error:
+            if error.code == "deadline":
+                raise DeadlineExceeded(f"{kind}: {error.message}") from error
+            raise
+        finally:
+            if call is not None:
+                call.cancel()
         raise DeadlineExceeded(f"no answer to {kind} in {timeout:g} s")
 
     async def open(

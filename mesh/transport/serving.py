@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mesh.transport.credit import SendCredit
 from mesh.transport.errors import LinkClosed, MalformedFrame, RemoteError
-from mesh.transport.frames import Frame, FrameKind, decode_body, encode_body
+from mesh.transport.frames import Buffer, Frame, FrameKind, decode_body, encode_body
 from mesh.transport.lanes import LanePort
 from mesh.transport.messages import Message, Request
 
@@ -139,7 +139,7 @@ class ServedCall:
                 async with aclosing(stream(request)) as items:
                     async for item in items:
                         await self._send(item)
-                await self._port.send(FrameKind.END, self._number, end=True)
+                await self._put(FrameKind.END, end=True)
             else:
                 raise RemoteError("unknown_kind", f"this node does not serve {kind}")
         except RemoteError as error:
@@ -156,10 +156,19 @@ class ServedCall:
             await self._granted.wait()
         body = b"" if message.body is None else encode_body(message.body)
         self.credit.spend(len(body) + len(message.payload))
-        await self._port.send(FrameKind.ITEM, self._number, body, message.payload, end=end)
+        await self._put(FrameKind.ITEM, body, message.payload, end=end)
 
     async def _fail(self, error: RemoteError) -> None:
         body = encode_body(
             {"code": error.code[:64], "message": error.message[:4096], "data": error.data}
         )
-        await self._port.send(FrameKind.ERROR, self._number, body, end=True)
+        await self._put(FrameKind.ERROR, body, end=True)
+
+    async def _put(
+        self, kind: FrameKind, body: bytes = b"", payload: Buffer = b"", *, end: bool = False
+    ) -> None:
+        try:
+            await self._port.send(kind, self._number, body, payload, end=end)
+        except LinkClosed as error:
+            self._link.down(str(error))  # before the handler ends, which may ask why
+            raise

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -415,3 +417,45 @@ def test_cancelled_sends_do_not_use_up_the_credit(network: Any) -> None:
                     await trio.sleep(0.01)
 
     trio.run(main)
+
+
+def test_a_node_that_stood_still_itself_reads_what_came_before_it_blames_the_peer(
+    network: Any,
+) -> None:
+    address: list[str] = []
+    begun, ready, over = threading.Event(), threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        async def answer(request: Request) -> Message:
+            begun.set()
+            await trio.sleep(0.1)
+            return Message("here")
+
+        async with network.open("b") as b:
+            b.serve("ask", answer)
+            address.append(b.addresses[0])
+            ready.set()
+            await trio.to_thread.run_sync(over.wait)
+
+    async def main() -> None:
+        async with network.open("a") as a:
+            link = await a.connect(address[0])
+            answers: list[Any] = []
+
+            async def ask() -> None:
+                answers.append((await link.request("ask", timeout=0.4)).body)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask)
+                await trio.to_thread.run_sync(begun.wait)
+                time.sleep(0.6)  # noqa: ASYNC251 (the whole node stands still)
+            assert answers == ["here"]
+
+    other = threading.Thread(target=trio.run, args=(serve,))
+    other.start()
+    try:
+        assert ready.wait(20)
+        trio.run(main)
+    finally:
+        over.set()
+        other.join(20)
