@@ -16,7 +16,8 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-TOKENS = 32
+TOKENS = 48
+LEFT = 24  # at least, after a loss: they are made while the client comes to inflict it
 # Who is cut off again and again has no place in chains any more, which is not what is shown here.
 LENIENT = {"MESHNODE_MAX_LOSS": "1", "MESHNODE_MAX_JITTER_MS": "10000"}
 LOSSY = "faults 50 5"  # ms and percent, each way
@@ -95,7 +96,7 @@ def check(mesh: Any, tools: Any, heard: Any, whole: Any, rank: int, workers: lis
 def test_a_node_is_cut_off(far: Any, tools: Any, whole: Any) -> None:
     """A client that needs it not reads on meanwhile."""
     mesh, rank = far
-    for at in tools.positions(f"cut {rank}", 2, TOKENS - 12):
+    for at in tools.positions(f"cut {rank}", 2, TOKENS - LEFT):
         heard, workers = mesh.hurt(
             {at: lambda workers: mesh.tell_paths(workers[rank], "cut")},
             TOKENS,
@@ -109,7 +110,7 @@ def test_a_node_is_cut_off(far: Any, tools: Any, whole: Any) -> None:
 
 def test_a_node_is_lost_where_packets_are_lost(far: Any, tools: Any, whole: Any) -> None:
     mesh, rank = far
-    drawn = tools.positions(f"lossy {rank}", 3, TOKENS - 12)
+    drawn = tools.positions(f"lossy {rank}", 3, TOKENS - LEFT)
     for number, at in enumerate(drawn, 1):
         heard, workers = mesh.hurt(
             {

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-TOKENS = 48
+TOKENS = 64
+LEFT = 24  # at least, after a loss: they are made while the client comes to inflict it
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +45,7 @@ def test_a_stage_is_lost_at_a_random_token(
     mesh: Any, tools: Any, unbroken: Any, rank: int, how: signal.Signals
 ) -> None:
     """A client on another chain reads on meanwhile."""
-    for number, at in enumerate(tools.positions(f"{how.name} {rank}", 2, TOKENS - 8)):
+    for number, at in enumerate(tools.positions(f"{how.name} {rank}", 2, TOKENS - LEFT)):
         sampling = (tools.GREEDY, tools.SAMPLED)[(rank + number + (how == signal.SIGSTOP)) % 2]
         whole = unbroken(TOKENS, sampling)
 
@@ -153,13 +155,13 @@ def test_a_node_that_is_told_to_stop_hands_over(
 def test_the_entry_node_is_lost_and_the_rest_comes_from_another(
     mesh: Any, tools: Any, network: Any, unbroken: Any, tmp_path: Path
 ) -> None:
-    whole = unbroken(3 * TOKENS, tools.SAMPLED)
+    whole = unbroken(2 * TOKENS, tools.SAMPLED)
 
     def fault(workers: list[str]) -> None:
         mesh.entry.process.kill()
 
-    heard, workers = mesh.hurt({20: fault}, 3 * TOKENS, tools.SAMPLED)
-    assert heard.finish is None and 20 <= heard.counted < 3 * TOKENS
+    heard, workers = mesh.hurt({20: fault}, 2 * TOKENS, tools.SAMPLED)
+    assert heard.finish is None and 20 <= heard.counted < 2 * TOKENS
     tools.read_rest(mesh.nodes[mesh.twin(workers[1])].api, heard)
     tools.same(heard, whole)
     assert [name for name, *_ in mesh.named(heard)] == workers
@@ -184,22 +186,28 @@ def test_leave_and_rejoin_at_once(mesh: Any, tools: Any) -> None:
     def again(boot: str) -> bool:
         return all(seen not in (boot, None) for seen in boots())
 
+    def when_ready() -> float:
+        mesh.network.ready(mesh.nodes["a1"])
+        return time.monotonic()
+
     for how in (signal.SIGTERM, signal.SIGKILL):
         boot = boots()[0]
         mesh.nodes["a1"].stop(how)
         gone = time.monotonic()
         mesh.nodes["a1"] = mesh.network.launch("a1", *mesh.flags("a1"))
-        assert tools.eventually(lambda boot=boot: again(boot), 30), mesh.picture()
-        back = time.monotonic() - gone
-        mesh.network.ready(mesh.nodes["a1"])
-        ready = time.monotonic() - gone
+        with ThreadPoolExecutor(1) as pool:
+            loaded = pool.submit(when_ready)
+            assert tools.eventually(lambda boot=boot: again(boot), 30), mesh.picture()
+            back = time.monotonic() - gone
+            ready = loaded.result() - gone
         while (heard := mesh.ask(2)).error is not None:
             assert time.monotonic() - gone < 30, heard.error
             time.sleep(0.1)
         used = heard.ended - gone
         print(f"{how.name}: back after {back:.2f} s, ready {ready:.2f} s, used {used:.2f} s")
         assert mesh.named(heard)[1][0] == "a1"
-        # On two cores that have nothing else to do it is back in 2 s and works in less than 4 s.
-        assert back < 4.0 * tools.crowd() and used < 8.0 * tools.crowd()
-        assert again(boot)
+        # Everybody knows of it while it still loads; the bounds leave them time to be asked.
+        assert back < ready + 1.0 * tools.crowd()
+        assert used < max(back, ready) + 3.0 * tools.crowd()
+        assert tools.eventually(lambda boot=boot: again(boot)), mesh.picture()
     mesh.bring("b1")

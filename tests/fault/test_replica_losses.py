@@ -12,7 +12,8 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-TOKENS = 64
+TOKENS = 80
+LEFT = 32  # at least, after a loss: they are made while the client comes to inflict it
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +41,7 @@ def test_a_replica_is_lost_at_a_random_token(
     replicas: Any, tools: Any, unbroken: Any, how: signal.Signals
 ) -> None:
     """A client at the other one reads on meanwhile."""
-    for number, at in enumerate(tools.positions(how.name, 2, TOKENS - 16)):
+    for number, at in enumerate(tools.positions(how.name, 2, TOKENS - LEFT)):
         sampling = (tools.SAMPLED, tools.GREEDY)[(number + (how == signal.SIGSTOP)) % 2]
         whole = unbroken(sampling)
 
@@ -63,7 +64,7 @@ def test_a_replica_is_lost_at_a_random_token(
 def test_a_stop_string_across_the_cut(replicas: Any, tools: Any, unbroken: Any) -> None:
     """Its beginning is held back by a replica that is lost, its end comes from the other one."""
     whole = unbroken(tools.SAMPLED)
-    begin, size = 24, 24  # tokens
+    begin, size = 24, LEFT + 8  # tokens
     before, stop = ("".join(whole.pieces[a:b]) for a, b in ((0, begin), (begin, begin + size)))
     assert whole.text.index(stop) == len(before)
 
