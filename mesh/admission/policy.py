@@ -66,6 +66,16 @@ class Standing:
     next_test: float = 0.0
 
 
+def next_look(standing: Standing, *, up: float, soon: float, now: float) -> float:
+    """Seconds until the next look at a peer of which something is still to be measured.
+
+    ``up`` is how long its link has been up: it is looked at after ``soon`` seconds, and ever more
+    seldom, since what is in the way may go on. One in quarantine waits for its test.
+    """
+    test = max(0.0, standing.next_test - now)
+    return min(test, max(soon, up / 4)) if standing.state == "admitted" else test
+
+
 def judge(
     standing: Standing,
     measured: LinkSummary,

@@ -18,7 +18,7 @@ from functools import partial
 import trio
 
 from mesh.admission.measure import LinkMeasure, LinkSummary
-from mesh.admission.policy import Standing, Thresholds, judge, problems
+from mesh.admission.policy import Standing, Thresholds, judge, next_look, problems
 from mesh.admission.report import is_news, rows
 from mesh.gossip.advert import SeenLink
 from mesh.gossip.view import NodeView, View
@@ -183,7 +183,7 @@ class AdmissionService:
                 self._tell()
                 wait = known.standing.next_test - now
                 if known.measure.bandwidth_at < 0:
-                    wait = min(wait, BANDWIDTH_AFTER)
+                    wait = next_look(known.standing, up=now - up, soon=BANDWIDTH_AFTER, now=now)
                 # Nodes that were started together do not test together.
                 await trio.sleep(LEAST_GAP)
                 rest = wait * self._rng.uniform(0.8, 1.2) - LEAST_GAP

@@ -14,7 +14,7 @@ from typing import Any
 
 import trio
 
-from mesh.transport.errors import RemoteError
+from mesh.transport.errors import RemoteError, TransportError
 from mesh.transport.lanes import Lane
 from mesh.transport.link import Link
 from mesh.transport.messages import Message, Request
@@ -150,18 +150,27 @@ async def _up(
     piece = os.urandom(_PIECE)
     began = trio.current_time()
     left, done = -(-size // _PIECE), 0
+    failures: list[TransportError] = []
 
     async def send() -> None:
         nonlocal left, done
         while left > 0 and trio.current_time() - began < seconds:
             left -= 1
-            await link.request(SINK, None, piece, lane=Lane.BULK, timeout=_TIMEOUT)
+            try:
+                await link.request(SINK, None, piece, lane=Lane.BULK, timeout=_TIMEOUT)
+            except TransportError as error:
+                # Not out of the nursery, where it would be in a group that nobody expects.
+                failures.append(error)
+                nursery.cancel_scope.cancel()
+                return
             done += _PIECE
             report(min(done / size, 1.0))
 
     async with trio.open_nursery() as nursery:
         for _ in range(at_once):
             nursery.start_soon(send)
+    if failures:
+        raise failures[0]
     return done / (trio.current_time() - began) / 1e6
 
 

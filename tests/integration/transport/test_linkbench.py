@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 import trio
 
-from mesh.transport import measure_link
+from mesh.transport import LinkClosed, Message, measure_link
 
 
 def test_figures_of_a_link(network: Any) -> None:
@@ -27,5 +28,29 @@ def test_figures_of_a_link(network: Any) -> None:
             assert seen == sorted(seen)
             assert seen[-1] == 1.0
             json.dumps(figures.as_json())
+
+    trio.run(main)
+
+
+def test_a_peer_that_goes_away_meanwhile_is_one_error(network: Any) -> None:
+    """Pieces are on their way at once: all break, and callers handle one LinkClosed."""
+
+    class Breaks:
+        def __init__(self, link: Any) -> None:
+            self.peer, self.path, self.carrier, self.link = link.peer, link.path, link.carrier, link
+
+        async def request(self, kind: str, *arguments: Any, **options: Any) -> Message:
+            if kind == "transport.sink":
+                with trio.CancelScope(shield=True):
+                    await trio.sleep(0.05)
+                self.link.down("the lid was closed")
+            answer: Message = await self.link.request(kind, *arguments, **options)
+            return answer
+
+    async def main() -> None:
+        async with network.open("a") as a, network.open("b") as b:
+            link: Any = Breaks(await a.connect(b.addresses[0]))
+            with pytest.raises(LinkClosed):
+                await measure_link(link, round_trips=1)
 
     trio.run(main)

@@ -15,6 +15,7 @@ from mesh.admission.policy import (
     Standing,
     Thresholds,
     judge,
+    next_look,
 )
 
 LIMITS = Thresholds()
@@ -73,6 +74,21 @@ def test_each_threshold_counts_and_what_is_unknown_fails_none():
 def test_a_first_failure_is_looked_into_soon():
     assert run([GOOD]).interval == RETEST
     assert run([GOOD, SLOW]).interval < RETEST
+
+
+def test_what_cannot_be_measured_is_tried_ever_more_seldom():
+    standing, up, tries = Standing(next_test=1e9), 0.0, 0
+    while up < 600:
+        up += next_look(standing, up=up, soon=5.0, now=0.0)
+        tries += 1
+    assert 10 < tries < 25
+
+
+def test_a_peer_in_quarantine_waits_for_its_test():
+    standing = run([SLOW] * FAILS)
+    assert standing.state == "quarantined"
+    now = standing.next_test - 9.0
+    assert next_look(standing, up=100.0, soon=5.0, now=now) == 9.0
 
 
 def test_tests_of_a_hopeless_peer_become_seldom_and_of_a_recovering_one_frequent():
