@@ -61,6 +61,7 @@ class Holdings:
     def __init__(self, *, on_change: Callable[[], None], on_load: Callable[[], None]) -> None:
         self._on_change = on_change
         self._on_load = on_load
+        self._changed = trio.Event()  # set, and replaced, at every change of a load
         self._announced: dict[int, Holding] = {}
         self._numbers = itertools.count()
         self._replicas: dict[int, Replica] = {}
@@ -129,11 +130,11 @@ class Holdings:
         self._replicas[number] = Replica(holding, engine)
 
         def load_changed(_: Load) -> None:
-            self._on_load()
+            self.load_changed()
 
         engine.on_load_change(load_changed)
         self._on_change()
-        self._on_load()
+        self.load_changed()
 
     def add_stage(
         self,
@@ -143,11 +144,11 @@ class Holdings:
         load: Callable[[], tuple[int, int]],
     ) -> None:
         """Announce that the expected stage ``number`` is ready; ``load`` tells how many sessions
-        are active and waiting."""
+        are active and waiting; whoever changes that calls :meth:`load_changed`."""
         self._ready(number, speed, context_length)
         self._stages[number] = load
         self._on_change()
-        self._on_load()
+        self.load_changed()
 
     def _ready(self, number: int, speed: dict[str, float], context_length: int) -> Holding:
         holding = self._announced[number].model_copy(
@@ -168,8 +169,15 @@ class Holdings:
         self._announced[number] = self._announced[number].model_copy(update={"ready": ready})
         self._on_change()
 
-    def idle(self, number: int) -> bool:
-        return not any(load.active or load.waiting for load in self.loads if load.id == number)
+    def load_changed(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+        self._on_load()
+
+    async def wait_idle(self, number: int | None = None) -> None:
+        """Until nothing runs on a holding, or on any."""
+        while any(load.active or load.waiting for load in self.loads if number in (None, load.id)):
+            await self._changed.wait()
 
     async def remove(self, number: int) -> None:
         """Forget a holding; an engine is closed, which ends what still runs on it."""
@@ -177,7 +185,7 @@ class Holdings:
         self._stages.pop(number, None)
         replica = self._replicas.pop(number, None)
         self._on_change()
-        self._on_load()
+        self.load_changed()
         if replica is not None:
             await replica.engine.aclose()
 

@@ -140,7 +140,6 @@ class Node:
         self._started_at = time.time()
         self._stop = trio.Event()
         self._closing = trio.Event()
-        self._load_changed = trio.Event()  # set, and replaced, at every change
         self._serving = False
         self._api_url = config.api
         # Set by `run`; nothing is served before.
@@ -265,7 +264,7 @@ class Node:
                     last = trio.current_time() + HAND_OVER_SECONDS
                     await self._forward.leave(HAND_OVER_SECONDS)
                     with trio.move_on_at(last):
-                        await self._wait_idle()  # stages in chains of other heads
+                        await self._holdings.wait_idle()  # stages in chains of other heads
             await self._gossip.leave()
             nursery.cancel_scope.cancel()
         await self._holdings.aclose()
@@ -304,7 +303,6 @@ class Node:
                 self._holdings,
                 view=lambda: self._gossip.view,
                 addresses=self._answering.addresses,
-                on_load=self._report,
             )
             await nursery.start(self._stage_serving.run)
         return self._stage_serving
@@ -336,8 +334,6 @@ class Node:
         self._gossip.report(self._holdings.loads)
         if not self._is_idle():
             self._admission.work_began()
-        self._load_changed.set()
-        self._load_changed = trio.Event()
 
     def _is_idle(self) -> bool:
         """Whether nothing runs here, neither for this node's own clients nor for peers."""
@@ -442,13 +438,9 @@ class Node:
     async def drain(self, timeout: float) -> bool:
         self._gossip.announce(state="draining")
         with trio.move_on_after(timeout) as limit:
-            await self._wait_idle()
+            await self._holdings.wait_idle()
         self._stop.set()
         return not limit.cancelled_caught
-
-    async def _wait_idle(self) -> None:
-        while any(load.active or load.waiting for load in self._holdings.loads):
-            await self._load_changed.wait()
 
     async def bench(self, peer: str, report: Callable[[float, str], None]) -> dict[str, Any]:
         named = [n.peer for n in self._gossip.view.nodes.values() if peer in (n.peer, n.name)]

@@ -28,10 +28,7 @@ LONGEST_DRAIN = 600.0  # s that sessions have to finish
 
 
 class StageServer:
-    """What this node holds, and the chains that begin here. :meth:`run` has to be running.
-
-    ``on_load`` is called when any load changes.
-    """
+    """What this node holds, and the chains that begin here. :meth:`run` has to be running."""
 
     def __init__(
         self,
@@ -42,12 +39,10 @@ class StageServer:
         *,
         view: Callable[[], View],
         addresses: Callable[[PeerId], Sequence[str]],
-        on_load: Callable[[], None],
     ) -> None:
         self._transport = transport
         self._config = config
         self._holdings = holdings
-        self._on_load = on_load
         self._relay = Relay(TransportLinks(transport, addresses))
         self.chains = Chains(
             self._relay,
@@ -56,12 +51,11 @@ class StageServer:
             slots=config.slots,
             queue=config.queue,
             activations=config.activations,
-            on_load=self._load_changed,
+            on_load=holdings.load_changed,
         )
         self._tokenized: set[str] = set()
         self._gone: dict[int, trio.Event] = {}  # set, a stage ends
         self._drains: dict[int, trio.CancelScope] = {}
-        self._changed = trio.Event()
         self._nursery: trio.Nursery
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -92,7 +86,8 @@ class StageServer:
         self._gone[number] = trio.Event()
 
         async def serve(task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-            async with self._relay.stage(stage, manifest.digest, on_load=self._load_changed):
+            on_load = self._holdings.load_changed
+            async with self._relay.stage(stage, manifest.digest, on_load=on_load):
                 load = partial(self.chains.load, manifest.digest, *layers)
                 self._holdings.add_stage(number, speed, stage.context_length, load)
                 task_status.started()
@@ -106,7 +101,6 @@ class StageServer:
         """The same for a whole model."""
         engine = await loading.open_engine(manifest, self._config, kv_bytes)
         await self._holdings.add(number, engine)
-        self._load_changed()
 
     # -- letting go -------------------------------------------------------------------------------
 
@@ -116,8 +110,7 @@ class StageServer:
             self._holdings.withdraw(number)
             await trio.sleep(STRAGGLERS)
             with trio.move_on_after(LONGEST_DRAIN):
-                while not self._holdings.idle(number):
-                    await self._changed.wait()
+                await self._holdings.wait_idle(number)
             # :meth:`keep` may have had its turn after the last session's end, and before this one.
             await trio.lowlevel.checkpoint_if_cancelled()
             self._drains.pop(number)
@@ -136,8 +129,3 @@ class StageServer:
             gone.set()
         await self._holdings.remove(number)
         _log.info("holding %d is unloaded", number)
-
-    def _load_changed(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
-        self._on_load()

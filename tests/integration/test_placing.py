@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +15,8 @@ import trio
 import trio.testing
 
 from ca.naming import Role
-from mesh import loading, placing, stages
+from inference.engines import Load
+from mesh import holdings, loading, placing, stages
 from mesh.capacity import Capacity
 from mesh.config import NodeConfig
 from mesh.gossip.advert import Wanted
@@ -92,7 +93,6 @@ async def open_node(
             holdings,
             view=lambda: gossip.view,
             addresses=lambda peer: (),
-            on_load=lambda: None,
         )
         gates: list[trio.Event] = []
 
@@ -147,11 +147,54 @@ def test_a_stage_is_kept_in_the_turn_in_which_its_last_session_ends(run, prompt)
             await trio.testing.wait_all_tasks_blocked()
             assert node.ready == {number: False}
             node.sessions = 0
-            node.server._load_changed()  # what drains will see it in its next turn
+            node.holdings.load_changed()  # what drains will see it in its next turn
             node.server.keep(number)
         assert node.ready == {number: True}
         # And it can be let go later.
         await node.server.drain(number)
+        assert node.ready == {}
+
+    run(main)
+
+
+class Engine:
+    """That of a replica with one answer that runs until :meth:`end`."""
+
+    context_length = 64
+
+    def __init__(self) -> None:
+        self._load = Load(active=1, waiting=0, slots=4, cache_used=0.0)
+
+    def load(self):
+        return self._load
+
+    def on_load_change(self, listener):
+        self._listener = listener
+
+    def end(self):
+        self._load = replace(self._load, active=0)
+        self._listener(self._load)
+
+    async def aclose(self):
+        pass
+
+
+def test_a_replica_is_unloaded_when_its_last_answer_ends(run, prompt, monkeypatch):
+    async def measured(engine):
+        return {}
+
+    monkeypatch.setattr(holdings, "measure", measured)
+
+    async def main(node):
+        number = node.holdings.expect(MODEL, device="CPU", slots=4, queue=4)
+        engine = Engine()
+        await node.holdings.add(number, engine)
+        with trio.fail_after(5):  # far from LONGEST_DRAIN
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(node.server.drain, number)
+                await trio.testing.wait_all_tasks_blocked()
+                assert node.ready == {number: False}
+                engine.end()
         assert node.ready == {}
 
     run(main)
