@@ -66,33 +66,47 @@ class LocalDiscovery:
         self._token = trio.lowlevel.current_trio_token()
         try:
             zeroconf = await trio.to_thread.run_sync(self._open)
-        except OSError as error:
-            logger.warning("no discovery on the local network: %s", error)
+        except Exception as error:  # OSError mostly, and RuntimeError where no interface is up
+            logger.warning("no discovery on the local network: %r", error)
             return
         browser: ServiceBrowser | None = None
         try:
-            info = self._own_info(addresses)
-            if info is not None:
-                await trio.to_thread.run_sync(zeroconf.register_service, info)
-            browser = await trio.to_thread.run_sync(
-                lambda: ServiceBrowser(zeroconf, SERVICE, handlers=[self._changed])
-            )
+            browser = await trio.to_thread.run_sync(self._begin, zeroconf, addresses)
             async for name in self._receive:
                 await self._look_at(zeroconf, name)
         finally:
             with trio.CancelScope(shield=True), trio.move_on_after(5):
-                await trio.to_thread.run_sync(self._close, zeroconf, browser)
+                await trio.to_thread.run_sync(
+                    self._close, zeroconf, browser, abandon_on_cancel=True
+                )
 
     def _open(self) -> Zeroconf:
         interfaces: Any = self._interfaces or InterfaceChoice.All
         return Zeroconf(interfaces=interfaces, ip_version=IPVersion.V4Only)
 
+    def _begin(self, zeroconf: Zeroconf, addresses: Sequence[str]) -> ServiceBrowser | None:
+        """What the network and zeroconf make of it ends no node."""
+        try:
+            if (info := self._own_info(addresses)) is not None:
+                # Who we are is in the TXT record: somebody who has our name already, or says so,
+                # only makes us take another.
+                zeroconf.register_service(info, allow_name_change=True)
+        except Exception as error:
+            logger.warning("not announced on the local network: %r", error)
+        try:
+            return ServiceBrowser(zeroconf, SERVICE, handlers=[self._changed])
+        except Exception as error:
+            logger.warning("no search on the local network: %r", error)
+            return None
+
     @staticmethod
     def _close(zeroconf: Zeroconf, browser: ServiceBrowser | None) -> None:
-        if browser is not None:
-            browser.cancel()
-        zeroconf.unregister_all_services()
-        zeroconf.close()
+        try:
+            if browser is not None:
+                browser.cancel()
+            zeroconf.close()  # says goodbye for what is registered
+        except Exception as error:
+            logger.debug("mDNS did not close: %r", error)
 
     def _own_info(self, addresses: Sequence[str]) -> ServiceInfo | None:
         hosts: list[str] = []
@@ -134,15 +148,24 @@ class LocalDiscovery:
             logger.debug("too many services on the local network")
 
     async def _look_at(self, zeroconf: Zeroconf, name: str) -> None:
-        info = await trio.to_thread.run_sync(
-            lambda: zeroconf.get_service_info(SERVICE, name, timeout=_ASK_TIMEOUT)
-        )
-        if info is None:
+        try:
+            # The name is what somebody said: zeroconf refuses some of those that it reports.
+            info = await trio.to_thread.run_sync(
+                lambda: zeroconf.get_service_info(SERVICE, name, timeout=_ASK_TIMEOUT)
+            )
+            sighting = None if info is None else self._read(info)
+        except Exception as error:
+            logger.debug("%r on the local network cannot be looked at: %r", name, error)
             return
+        if sighting is not None:
+            logger.debug("found %s on the local network", sighting[0])
+            self._found(*sighting)
+
+    def _read(self, info: ServiceInfo) -> tuple[PeerId, list[str]] | None:
         details = info.decoded_properties
         peer = details.get("peer") or ""
         if details.get("network") != self._network or peer == self._peer_id:
-            return
+            return None
         addresses = []
         for host in info.parsed_addresses(IPVersion.V4Only)[:_MOST_ADDRESSES]:
             text = f"/ip4/{host}/udp/{info.port}/quic-v1/p2p/{peer}"
@@ -152,6 +175,4 @@ class LocalDiscovery:
                 continue
             addresses.append(text)
             peer = named
-        if addresses:
-            logger.debug("found %s on the local network", peer)
-            self._found(PeerId(peer), addresses)
+        return (PeerId(peer), addresses) if addresses else None
