@@ -61,7 +61,7 @@ class Carrier:
         async with trio.open_nursery() as nursery:
             for stream in self.streams.values():
                 if isinstance(stream, BufferedLaneStream):
-                    nursery.start_soon(stream.run)
+                    nursery.start_soon(self._move, stream)
             try:
                 await self._shut.wait()
             finally:
@@ -70,6 +70,11 @@ class Carrier:
                     with trio.move_on_after(1) as scope:
                         scope.shield = True
                         await self.connection.close()
+
+    async def _move(self, stream: BufferedLaneStream) -> None:
+        await stream.run()
+        # What it had taken to send is lost, and those who wait for it have to learn of that.
+        self.shut("a relayed lane broke")
 
     def shut(self, reason: str) -> None:
         """Close the connection; a direct one at once, a relayed one through :meth:`run`."""

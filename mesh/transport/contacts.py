@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated
 
+import trio
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mesh.identity import PeerId
@@ -86,21 +87,23 @@ class Contacts:
     def remove(self, peer: PeerId) -> None:
         self._peers.pop(peer, None)
 
-    def save(self) -> None:
+    async def save(self) -> None:
         """Write the file whole or not at all. What goes wrong is logged: a node runs without."""
         if self._path is None:
             return
-        content = {
-            "version": 1,
-            "peers": {peer: contact.model_dump() for peer, contact in self._peers.items()},
-        }
-        part = self._path.with_name(self._path.name + ".part")
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(content, indent=1), encoding="utf-8")
-            os.replace(part, self._path)
-        except OSError as error:
-            logger.warning("peers cannot be remembered in %s: %s", self._path, error)
+        peers = {peer: contact.model_dump() for peer, contact in self._peers.items()}
+        content = json.dumps({"version": 1, "peers": peers}, indent=1)
+        await trio.to_thread.run_sync(_write, self._path, content)
+
+
+def _write(path: Path, content: str) -> None:
+    part = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(content, encoding="utf-8")
+        os.replace(part, path)
+    except OSError as error:
+        logger.warning("peers cannot be remembered in %s: %s", path, error)
 
 
 def _names(text: str, peer: PeerId) -> bool:

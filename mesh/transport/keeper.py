@@ -47,6 +47,8 @@ class _Place:
     candidate: bool  # only suggested so far
     hints: tuple[str, ...] = ()  # addresses that were suggested
     failed: bool = False  # the last dial
+    for_good: bool = False  # however long it is away
+    news: trio.Event = field(default_factory=trio.Event)  # something that a dial may profit from
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
 
 
@@ -63,25 +65,29 @@ class Keeper:
         self._keep_all = keep_all
         self._rng = rng
         self._places: dict[PeerId, _Place] = {}
-        self._hurry = trio.Event()
         self._nursery: trio.Nursery | None = None
 
-    def keep(self, peer: PeerId, addresses: Sequence[str]) -> None:
-        """Keep a link to ``peer``. Said again, it adds addresses and has them tried at once."""
+    def keep(self, peer: PeerId, addresses: Sequence[str], *, for_good: bool = False) -> None:
+        """Keep a link to ``peer``. Said again, it adds addresses and has them tried at once.
+
+        ``for_good``: dial it however long it has not been seen.
+        """
         if peer == self._me:
             return
         news = self._contacts.add(peer, addresses, now=time.time())
         place = self._places.get(peer)
-        if place is not None and news:
-            self.hurry()
-        if place is not None and not place.candidate:
-            return
+        if place is not None:
+            place.for_good |= for_good
+            if news:
+                place.news.set()
+            if not place.candidate:
+                return
         if sum(not place.candidate for place in self._places.values()) >= MAX_KEPT:
             return
         if place is not None:
             place.candidate = False
         else:
-            self._start(peer, _Place(candidate=False))
+            self._start(peer, _Place(candidate=False, for_good=for_good))
 
     def suggest(self, peer: PeerId, addresses: Sequence[str]) -> None:
         """Try to get a link to ``peer``, which is at these addresses if what was heard is true."""
@@ -98,7 +104,10 @@ class Keeper:
                 self.drop(tried)
             place = _Place(candidate=True)
             self._start(peer, place)
-        place.hints = tuple(addresses[:MAX_ADDRESSES])
+        hints = tuple(addresses[:MAX_ADDRESSES])
+        if not set(hints) <= set(place.hints):
+            place.news.set()
+        place.hints = hints
 
     def _start(self, peer: PeerId, place: _Place) -> None:
         if self._nursery is not None:
@@ -106,9 +115,9 @@ class Keeper:
             self._nursery.start_soon(self._keep, peer, place)
 
     def keep_address(self, address: str) -> None:
-        """The same for a full address. Raises DialError for what is none."""
+        """The same, for good, for a full address. Raises DialError for what is none."""
         peer, _ = parse_address(address)
-        self.keep(peer, [address])
+        self.keep(peer, [address], for_good=True)
 
     def drop(self, peer: PeerId) -> None:
         """Do not dial the peer any more; a link that is up stays."""
@@ -117,8 +126,8 @@ class Keeper:
 
     def hurry(self) -> None:
         """Something has changed (a network, an address): try again now what waits."""
-        self._hurry.set()
-        self._hurry = trio.Event()
+        for place in self._places.values():
+            place.news.set()
 
     async def run(self, *, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
         """Keep links until cancelled. Starts with everybody who is remembered."""
@@ -134,20 +143,22 @@ class Keeper:
         in_vain_since = trio.current_time()
         with place.scope:
             while True:
+                place.news = trio.Event()  # before the dial: what is told meanwhile counts
                 wait = await self._once(peer, place, backoff)
                 if wait is None:
                     in_vain_since = trio.current_time()
                     continue
+                if not place.candidate and not self._links.up:
+                    in_vain_since = trio.current_time()  # this node may be what is cut off
                 in_vain = trio.current_time() - in_vain_since
                 if place.candidate and in_vain > _GIVE_UP_CANDIDATE_AFTER:
                     break
-                if in_vain > _GIVE_UP_AFTER:
+                if in_vain > _GIVE_UP_AFTER and not place.for_good:
                     logger.info("%s has not been seen for a week: forgotten", peer)
                     self._contacts.remove(peer)
                     break
-                hurry = self._hurry
                 with trio.move_on_after(wait):
-                    await hurry.wait()
+                    await place.news.wait()
         if self._places.get(peer) is place:
             del self._places[peer]
 
@@ -192,7 +203,7 @@ class Keeper:
                     peer = event.link.peer
                     addresses = dialable(peer, event.link.carrier)
                     if self._contacts.add(peer, addresses, now=time.time()):
-                        await trio.to_thread.run_sync(self._contacts.save)
+                        await self._contacts.save()
                     if self._keep_all:
                         self.keep(peer, addresses)
 

@@ -124,6 +124,11 @@ class Link:
         """What the link runs over at the moment."""
         return self._carrier
 
+    @property
+    def can_move(self) -> bool:
+        """Whether it runs, and is not on its way to another connection already."""
+        return self._nursery is not None and self._old_carrier is None
+
     def __repr__(self) -> str:
         return f"<Link to {self.peer} {self.path}{'' if self.is_up else ' down'}>"
 
@@ -466,7 +471,7 @@ class Link:
 
         Both sides do this with the two ends of one new connection.
         """
-        if self._nursery is None or self._old_carrier is not None:
+        if not self.can_move or self._nursery is None:
             carrier.shut("the link cannot move now")
             return
         self._old_carrier, self._carrier = self._carrier, carrier

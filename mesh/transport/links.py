@@ -334,16 +334,20 @@ class Links:
                 current.down("replaced by a new link from the same peer")
             carrier = offer.welcome(self._boot, path=self._path_of(offer.connection))
             self._start_link(peer, offer.hello.link, offer.hello.boot, carrier)
-        elif verdict is Verdict.MOVE and current is not None:
+        elif verdict is Verdict.MOVE and current is not None and current.can_move:
             path = self._path_of(offer.connection, moving=current.path == "relayed")
             await current.move(offer.welcome(self._boot, path=path))
             self._emit(LinkMoved(current))
         else:
-            offer.refuse(verdict.value)
+            refusal = Verdict.UNKNOWN if verdict is Verdict.MOVE else verdict
+            offer.refuse(refusal.value)
 
     async def promote(self, link: Link, connection: MeshConnection) -> None:
         """Move a link to a connection that this side dialled. Raises DialError."""
-        net_connection = await self._swarm.add_conn(connection, direction="outbound")
+        try:
+            net_connection = await self._swarm.add_conn(connection, direction="outbound")
+        except Exception as error:
+            raise DialError(f"the connection was not taken: {error}") from error
         hello = Hello(link=link.link_id, lane=0, boot=self._boot, moves=True)
         carrier, _ = await open_lanes(net_connection, hello, path="punched")
         await link.move(carrier)

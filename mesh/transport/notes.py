@@ -80,8 +80,7 @@ class NoteDesk:
     async def may_send(self, kind: str, size: int, check_up: Callable[[], None]) -> SendCredit:
         """Wait for credit and take ``size`` bytes of it. ``check_up`` raises for a dead link."""
         while (credit := self.take_credit(kind, size)) is None:
-            self._granted[kind] = trio.Event()
-            await self._granted[kind].wait()
+            await self._granted.setdefault(kind, trio.Event()).wait()
             check_up()
         return credit
 
@@ -103,7 +102,7 @@ class NoteDesk:
         if credit is None:
             raise MalformedFrame("credit for messages that were never sent")
         credit.grant(body.get("n"))
-        if (granted := self._granted.get(kind)) is not None:
+        if (granted := self._granted.pop(kind, None)) is not None:
             granted.set()
 
     # -- receiving ----------------------------------------------------------------------------
@@ -163,5 +162,5 @@ class NoteDesk:
         """Wake everybody who waits."""
         for notes in self._received.values():
             notes.inbox.finish(error)
-        for granted in self._granted.values():
-            granted.set()
+        while self._granted:
+            self._granted.popitem()[1].set()

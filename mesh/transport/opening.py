@@ -72,6 +72,10 @@ async def open_lanes(net_connection: Any, hello: Hello, *, path: str) -> tuple[C
         except (MultiselectClientError, MalformedFrame, *BROKEN) as error:
             reason = getattr(net_connection.muxed_conn, "close_reason", "")
             failure.append(DialError(reason or f"the peer did not open the link: {error!r}"))
+        except Exception as error:
+            # The library does not turn all that it cannot read into errors of its own.
+            logger.warning("a link was not opened: %r", error)
+            failure.append(DialError(f"the peer did not open the link: {error!r}"))
         if failure or len(welcomes) == len(Lane):
             nursery.cancel_scope.cancel()
 

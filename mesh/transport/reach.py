@@ -235,6 +235,9 @@ class Reachability:
                         nursery.start_soon(attempt, each)
         if not won:
             return False
+        if link.path != "relayed":  # the peer's own dial has won meanwhile
+            won[0].shut(reason="another path was faster")
+            return True
         try:
             await self._promote(link, won[0])
         except (TransportError, DialError) as error:

@@ -192,9 +192,10 @@ class Endpoint:
 
     @staticmethod
     def _failed(connection: MeshConnection) -> None:
-        """An error that nobody foresaw came of what a peer has sent: it ends that connection."""
+        """An error that nobody foresaw came of what a peer has sent, at once or when a timer was
+        due: it ends that connection."""
         logger.exception("the connection with %s failed", connection.remote_host)
-        connection.abandon("a packet could not be handled")
+        connection.abandon("it could not be gone on with")
 
     def _refused(self, address: Address, now: float) -> None:
         """A host says that nobody listens on a port: the process of a peer may have ended."""
@@ -376,6 +377,7 @@ class Endpoint:
         for host_cid in engine._host_cids:
             self._routes.pop(host_cid.cid, None)
         self._routes.pop(engine.original_destination_connection_id, None)
+        self._routes.pop(engine._retry_source_connection_id, None)
         if connection.timer_key is not None:
             self._timed.pop(connection.timer_key, None)
 
@@ -419,7 +421,10 @@ class Endpoint:
                 connection.timer_at = None
                 wanted = connection.next_timer()
                 if wanted is not None and wanted <= due:
-                    connection.timer_due(max(wanted, self._clock()))
+                    try:
+                        connection.timer_due(max(wanted, self._clock()))
+                    except Exception:
+                        self._failed(connection)
                 else:
                     self._arm(connection)
             connection = None

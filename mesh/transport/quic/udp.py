@@ -244,7 +244,10 @@ class UdpSocket:
             await self._backlog_ready.wait()
             self._backlog_ready = trio.Event()
             while self._backlog and not self.closed:
-                await trio.lowlevel.wait_writable(self._waitable)
+                try:
+                    await trio.lowlevel.wait_writable(self._waitable)
+                except trio.ClosedResourceError:
+                    return
                 waiting = list(self._backlog)
                 self._backlog.clear()
                 self.send(waiting)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import trio
 
 from mesh.identity import PeerId
 from mesh.transport.addresses import parse_address, parse_circuit
@@ -299,7 +300,7 @@ def test_contacts_survive_a_restart_newest_first(tmp_path: Path) -> None:
         assert contacts.add(PEER, [address(port)], now=float(port))
     assert not contacts.add(PEER, [address(MAX_ADDRESSES + 2)], now=99.0)
     contacts.add(PEER, [address(1, OTHER), "nonsense"], now=99.0)
-    contacts.save()
+    trio.run(contacts.save)
     again = Contacts(path)
     assert again.all() == contacts.all()
     assert len(again.addresses(PEER)) == MAX_ADDRESSES
