@@ -432,8 +432,12 @@ class ChainHead:
             self._begin_anew(youngest, self._room.ended)
 
     def _begin_anew(self, session: HeadSession, when: trio.Event | None) -> None:
-        """Compute a session from its token ids again, in the place that it has."""
-        self._leave(session, tell=False)
+        """Compute a session from its token ids again, in the place that it has.
+
+        One that waits for ``when`` leaves its room to those that run. Otherwise whoever is at the
+        door may try: nobody may be left whose end would tell it.
+        """
+        self._leave(session, tell=when is None)
         self._entering += 1
         self._relay.spawn(self._enter_again, session, when)
 

@@ -14,7 +14,7 @@ from inference.errors import GenerationError
 from inference.generation import SamplingParams
 from mesh.relay.chain import MAX_REPAIRS
 from mesh.relay.frames import STEP_KIND
-from mesh.relay.messages import FENCE, GROW, OPEN, REPLAY
+from mesh.relay.messages import CLOSE, FENCE, GROW, OPEN, REPLAY
 
 SEEDED = SamplingParams(temperature=0.9, seed=11, frequency_penalty=0.4)
 
@@ -386,6 +386,45 @@ def test_a_chain_is_in_use_while_a_session_begins_anew(toys) -> None:
                     await session.get()
             assert caught.value.code == "node_lost"
             assert head.idle
+            await world.empty()
+
+    toys.run(main)
+
+
+def test_who_waits_for_room_gets_it_when_those_that_run_begin_anew(toys) -> None:
+    async def main() -> None:
+        async with toys.open_world() as world:
+            first = await world.add("head", 0, 2, 4, kept_bytes=1)
+            lost, _ = [await world.add(name, 2, 4, 4, blocks=32) for name in ("b", "c")]
+            world.stages[first].seconds = 0.002
+            head = world.head(first, lost)
+            running = toys.Ask([n % 64 for n in range(200)], 250)
+            waiting = toys.Ask([n % 50 for n in range(200)], 5)
+            session = running.session()
+            await head.start(session)
+            given_back = 0
+
+            async def returning(kind: str, _) -> None:
+                nonlocal given_back
+                given_back += kind == CLOSE
+
+            async def client() -> None:
+                assert await toys.collect(head, waiting) == waiting.expected(4)
+
+            world.returning = returning
+            with trio.fail_after(10):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(client)
+                    tokens = [(await session.get()).token for _ in range(5)]
+                    while given_back < 2:  # it has tried, and once more at the door
+                        await trio.sleep(0.001)
+                    assert head.active == 1
+                    world.stages[first].seconds = 0.0
+                    world.kill(lost)
+                    while len(tokens) < 250:
+                        tokens.append((await session.get()).token)
+                    assert tokens == running.expected(4)
+                    head.end(session)
             await world.empty()
 
     toys.run(main)
