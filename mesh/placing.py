@@ -32,6 +32,8 @@ from mesh.routing.placement.facts import Want
 from mesh.routing.placement.from_view import (
     Facts,
     facts_in,
+    heard_wants,
+    newest_of,
     newest_wants,
     want_of,
     wants_in,
@@ -95,7 +97,7 @@ class Placing:
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         stored = await trio.to_thread.run_sync(self._store.list)
-        self._gossip.announce(wants=self._wants(self._gossip.view), stored=_rows(stored))
+        self._gossip.announce(wants=self._wants(), stored=_rows(stored))
         async with trio.open_nursery() as self._nursery:
             self._nursery.start_soon(self._capacity.discover)
             task_status.started()
@@ -170,7 +172,9 @@ class Placing:
             held = self._held(facts.claims)
             for step in next_steps(self._me, self._capacity.offered, self.plan, facts.claims, held):
                 await self._take(step, facts.claims, wants)
-        self._gossip.announce(wants=self._wants(self._gossip.view))
+        self._gossip.announce(wants=self._wants())
+        # On its own: it waits while somebody publishes, and planning goes on.
+        self._nursery.start_soon(self._keep_newer)
 
     def _held(self, claims: Sequence[Claim]) -> list[Held]:
         return [
@@ -187,16 +191,29 @@ class Placing:
             if h.id in self._placed
         ]
 
-    def _wants(self, view: View) -> tuple[Wanted, ...]:
+    def _newest(self) -> dict[str, Wanted]:
+        """The last word on each model; this node's own may not be in the view yet."""
+        return newest_of((*heard_wants(self._gossip.view), *self._own))
+
+    def _wants(self) -> tuple[Wanted, ...]:
         """What this node repeats: its own, and what it holds a part of."""
         digests = {want.model.digest for want in self._placed.values()}
-        newest = {w.name: w for w in newest_wants(view)}
-        own = {w.name: newest.get(w.name, w) for w in self._own}
-        for wanted in self._own:
-            if own[wanted.name].version < wanted.version:
-                own[wanted.name] = wanted
-        others = [w for w in newest.values() if w.digest in digests and w.name not in own]
-        return tuple([*own.values(), *others][:MAX_WANTS])
+        newest = self._newest()
+        own = [newest.pop(w.name) for w in self._own]
+        others = [w for w in newest.values() if w.digest in digests]
+        return tuple([*own, *others][:MAX_WANTS])
+
+    async def _keep_newer(self) -> None:
+        """Others may have taken back or changed what this node has published: when it starts again
+        it may be the only one to know."""
+        async with self._asked:  # :meth:`serve` writes too
+            newest = self._newest()
+            for own in tuple(self._own):
+                if newest[own.name] != own:
+                    try:
+                        await trio.to_thread.run_sync(self._own.put, newest[own.name])
+                    except OSError as error:
+                        _log.warning("the last word on %s cannot be kept: %s", own.name, error)
 
     def _learn(self, view: View) -> None:
         """Speeds of what was loaded, for the plans of all."""
@@ -312,7 +329,7 @@ class Placing:
             raise ValueError("the certificate has neither the role serve nor admin")
         # Reading a model takes a while: who takes it back meanwhile is to have the last word.
         async with self._asked:
-            known = self._newest(name)
+            known = self._newest().get(name)
             if replicas == 0 and known is not None:
                 wanted = known.model_copy(update={"replicas": 0, "publisher": self._me})
             else:
@@ -327,17 +344,12 @@ class Placing:
                 )
                 stored = await trio.to_thread.run_sync(self._store.list)
                 self._gossip.announce(stored=_rows(stored))
-                known = self._newest(name)  # a peer may have published another one meanwhile
+                known = self._newest().get(name)  # a peer may have published another one meanwhile
             version = max(int(time.time() * 1000), 1 + (known.version if known else 0))
             wanted = Wanted.model_validate({**wanted.model_dump(), "version": version})
             self._own.put(wanted)
-            self._gossip.announce(wants=self._wants(self._gossip.view))
+            self._gossip.announce(wants=self._wants())
         return wanted
-
-    def _newest(self, name: str) -> Wanted | None:
-        """The last word on a model; this node's own may not be in the view yet."""
-        said = (w for w in (*newest_wants(self._gossip.view), *self._own) if w.name == name)
-        return max(said, key=lambda wanted: wanted.version, default=None)
 
     async def described(self, name: str) -> Wanted:
         """A model of the store as it would be wanted. Raises StoreError."""

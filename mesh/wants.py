@@ -20,7 +20,8 @@ VALUE_BYTES = 4  # of a key or value in the cache
 
 
 class OwnWants:
-    """What this node has published, by name; a withdrawn one stays, so that it is known to be."""
+    """What this node has published, by name, as it was last wanted by anybody; a withdrawn one
+    stays, so that it is known to be."""
 
     def __init__(self, path: Path, now: float) -> None:
         """``now`` in seconds since 1970: a version from later, of a clock that was wrong then,

@@ -290,6 +290,35 @@ def test_a_publisher_that_starts_again_plans_when_it_has_heard_of_a_peer(
     trio.run(main)
 
 
+def test_what_another_took_back_stays_so_when_its_publisher_starts_again(
+    make_authority, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(placing, "SETTLE", 0.05)
+    authority = make_authority("testnet", time.time() - 86_400)
+    withdrawn = WANTED.model_copy(update={"version": 2, "replicas": 0, "publisher": "Q"})
+    for name, wanted in (("desk", WANTED), ("other", withdrawn)):
+        (tmp_path / name).mkdir()
+        OwnWants(tmp_path / name / "wants.json", time.time()).put(wanted)
+
+    def kept():
+        return tuple(OwnWants(tmp_path / "desk" / "wants.json", time.time()))
+
+    async def main():
+        with trio.fail_after(30):
+            async with (
+                open_node(tmp_path / "desk", authority, "desk") as desk,
+                open_node(tmp_path / "other", authority, "other") as other,
+            ):
+                await desk.transport.connect(other.transport.addresses[0])
+                while kept() != (withdrawn,):  # noqa: ASYNC110 (a file tells nobody)
+                    await trio.sleep(0.01)
+            async with open_node(tmp_path / "desk", authority, "desk") as desk:
+                view = await desk.gossip.wait_until(newest_wants)
+                assert newest_wants(view) == (withdrawn,)
+
+    trio.run(main)
+
+
 @pytest.mark.slow
 def test_a_device_of_fixed_shapes_loads_one_stage_with_the_context_that_is_wanted(
     make_authority, demo_model, tmp_path, monkeypatch

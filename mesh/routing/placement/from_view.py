@@ -4,7 +4,7 @@ nothing here comes from this node's own links."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -69,19 +69,26 @@ def want_of(wanted: Wanted) -> Want:
 
 
 def newest_wants(view: View) -> tuple[Wanted, ...]:
-    """For each name the newest want, withdrawn ones too, in order of names.
-
-    Only nodes that may serve or administrate are heard.
-    """
-    newest: dict[str, Wanted] = {}
-    for node in view.nodes.values():
-        if not node.roles & {Role.SERVE, Role.ADMIN}:
-            continue
-        for wanted in node.advert.wants:
-            known = newest.get(wanted.name)
-            if known is None or _age(known) < _age(wanted):
-                newest[wanted.name] = wanted
+    """For each name the newest want, withdrawn ones too, in order of names."""
+    newest = newest_of(heard_wants(view))
     return tuple(newest[name] for name in sorted(newest))
+
+
+def heard_wants(view: View) -> Iterator[Wanted]:
+    """All that is said, old words too. Only nodes that may serve or administrate are heard."""
+    for node in view.nodes.values():
+        if node.roles & {Role.SERVE, Role.ADMIN}:
+            yield from node.advert.wants
+
+
+def newest_of(wants: Iterable[Wanted]) -> dict[str, Wanted]:
+    """By name."""
+    newest: dict[str, Wanted] = {}
+    for wanted in wants:
+        known = newest.get(wanted.name)
+        if known is None or _age(known) < _age(wanted):
+            newest[wanted.name] = wanted
+    return newest
 
 
 def _age(wanted: Wanted) -> tuple[int, str, str]:
