@@ -402,11 +402,13 @@ def test_who_waits_for_room_gets_it_when_those_that_run_begin_anew(toys) -> None
             waiting = toys.Ask([n % 50 for n in range(200)], 5)
             session = running.session()
             await head.start(session)
-            given_back = 0
+            given_back, tried = 0, trio.Event()
 
             async def returning(kind: str, _) -> None:
                 nonlocal given_back
                 given_back += kind == CLOSE
+                if given_back == 2:  # after its first try, and after one at the door
+                    tried.set()
 
             async def client() -> None:
                 assert await toys.collect(head, waiting) == waiting.expected(4)
@@ -416,8 +418,7 @@ def test_who_waits_for_room_gets_it_when_those_that_run_begin_anew(toys) -> None
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(client)
                     tokens = [(await session.get()).token for _ in range(5)]
-                    while given_back < 2:  # it has tried, and once more at the door
-                        await trio.sleep(0.001)
+                    await tried.wait()
                     assert head.active == 1
                     world.stages[first].seconds = 0.0
                     world.kill(lost)
