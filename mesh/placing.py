@@ -22,7 +22,7 @@ from inference.store.manifest import ModelManifest
 from inference.store.store import ModelStore
 from mesh.capacity import Capacity
 from mesh.config import NodeConfig
-from mesh.gossip.advert import MAX_HOLDINGS, MAX_WANTS, StoredModel, Wanted
+from mesh.gossip.advert import MAX_HOLDINGS, MAX_WANTS, StoredModel, Wanted, in_time
 from mesh.gossip.service import GossipService
 from mesh.gossip.view import View
 from mesh.holdings import Holdings
@@ -192,8 +192,10 @@ class Placing:
         ]
 
     def _newest(self) -> dict[str, Wanted]:
-        """The last word on each model; this node's own may not be in the view yet."""
-        return newest_of((*heard_wants(self._gossip.view), *self._own))
+        """The last word on each model; this node's own may not be in the view yet. What a clock
+        that was ahead has dated is believed by nobody: any other word comes before it."""
+        said = (*heard_wants(self._gossip.view), *self._own)
+        return newest_of(said) | newest_of(in_time(said, time.time()))
 
     def _wants(self) -> tuple[Wanted, ...]:
         """What this node repeats: its own, and what it holds a part of."""
@@ -345,7 +347,9 @@ class Placing:
                 stored = await trio.to_thread.run_sync(self._store.list)
                 self._gossip.announce(stored=_rows(stored))
                 known = self._newest().get(name)  # a peer may have published another one meanwhile
-            version = max(int(time.time() * 1000), 1 + (known.version if known else 0))
+            now = time.time()
+            before = known.version if known and in_time((known,), now) else 0
+            version = max(int(now * 1000), 1 + before)
             wanted = Wanted.model_validate({**wanted.model_dump(), "version": version})
             self._own.put(wanted)
             self._gossip.announce(wants=self._wants())

@@ -251,6 +251,30 @@ def test_who_takes_a_model_back_while_it_is_read_has_the_last_word(
     run(main, models=demo_model.path.parent)
 
 
+def test_what_was_published_while_the_clock_was_ahead_is_repaired_by_publishing_it_again(
+    run, demo_model, monkeypatch
+):
+    clock, ahead = time.time, 7200.0
+    monkeypatch.setattr(time, "time", lambda: clock() + ahead)
+
+    async def main(node):
+        async def serve(replicas):
+            wanted = await node.placing.serve(
+                demo_model.name, replicas=replicas, max_nodes=None, context=64, sessions=1
+            )
+            await node.gossip.wait_until(lambda view: newest_wants(view) == (wanted,))
+            return wanted
+
+        nonlocal ahead
+        wrong = await serve(1)
+        ahead = 0.0
+        right = await serve(0)  # which needs what was published to know what it is
+        assert right.version < wrong.version - 7_000_000
+        assert [w.version for w in node.placing._own] == [right.version]
+
+    run(main, models=demo_model.path.parent)
+
+
 WANTED = Wanted(
     name=MODEL.name, digest=MODEL.digest, version=1, publisher="P", layers=MODEL.layers,
     layer_bytes=1, embedding_bytes=0, head_bytes=0, shared_bytes=0, kv_bytes=1, hidden=8,
