@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from zeroconf import (
 from mesh.identity import PeerId
 from mesh.transport.addresses import parse_address
 from mesh.transport.errors import DialError
-from mesh.transport.quic.listen import endpoint_of
+from mesh.transport.quic.listen import endpoint_of, interface_addresses
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ Found = Callable[[PeerId, Sequence[str]], None]
 class LocalDiscovery:
     """Announces this node and reports others of the same network.
 
-    ``interfaces`` limits it to the interfaces with these addresses; empty means all.
+    ``interfaces`` limits it to the interfaces with these addresses; empty means all. Addresses of
+    loopback are announced only when these name loopback.
     """
 
     def __init__(
@@ -54,24 +56,53 @@ class LocalDiscovery:
         self._peer_id = peer_id
         self._found = found
         self._interfaces = list(interfaces)
+        self._on_loopback = any(ipaddress.ip_address(each).is_loopback for each in interfaces)
+        self._addresses: Sequence[str] = ()
+        self._network_was: tuple[set[str], set[str]] | None = None
+        self._anew = trio.Event()  # set when all this has to begin anew
+        self._complete = False  # announced, and looking for others
         self._send, self._receive = trio.open_memory_channel[str](256)
         self._token: trio.lowlevel.TrioToken | None = None
+
+    def network_changed(self, addresses: Sequence[str]) -> None:
+        """Announce ``addresses`` and look for others on the interfaces that there are now.
+
+        Nothing is done when neither is new, unless something has failed before.
+        """
+        network = (set(addresses), set(interface_addresses(socket.AF_INET)))
+        if not self._complete or network != self._network_was:
+            self._network_was = network
+            self._addresses = addresses
+            self._anew.set()
 
     async def run(self, addresses: Sequence[str]) -> None:
         """Announce ``addresses`` and look for others until cancelled.
 
-        Without multicast (a VPN, a container) it logs that and ends: peers from elsewhere still
-        work.
+        Without multicast (a VPN, a container) it logs that and waits for another network: peers
+        from elsewhere still work.
         """
         self._token = trio.lowlevel.current_trio_token()
+        self.network_changed(addresses)
+        while True:
+            # Zeroconf has sockets for the interfaces that it finds when it is opened, and a search
+            # asks for those it does not know only when it begins.
+            self._anew = trio.Event()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._serve)
+                await self._anew.wait()
+                nursery.cancel_scope.cancel()
+
+    async def _serve(self) -> None:
+        self._complete = True
         try:
             zeroconf = await trio.to_thread.run_sync(self._open)
         except Exception as error:  # OSError mostly, and RuntimeError where no interface is up
             logger.warning("no discovery on the local network: %r", error)
+            self._complete = False
             return
         browser: ServiceBrowser | None = None
         try:
-            browser = await trio.to_thread.run_sync(self._begin, zeroconf, addresses)
+            browser = await trio.to_thread.run_sync(self._begin, zeroconf, self._addresses)
             async for name in self._receive:
                 await self._look_at(zeroconf, name)
         finally:
@@ -93,10 +124,12 @@ class LocalDiscovery:
                 zeroconf.register_service(info, allow_name_change=True)
         except Exception as error:
             logger.warning("not announced on the local network: %r", error)
+            self._complete = False
         try:
             return ServiceBrowser(zeroconf, SERVICE, handlers=[self._changed])
         except Exception as error:
             logger.warning("no search on the local network: %r", error)
+            self._complete = False
             return None
 
     @staticmethod
@@ -116,7 +149,10 @@ class LocalDiscovery:
                 host, port_here = endpoint_of(parse_address(text)[1])
             except (DialError, ValueError):
                 continue
-            if ipaddress.ip_address(host).version == 4 and (not port or port_here == port):
+            address = ipaddress.ip_address(host)
+            if address.version != 4 or (address.is_loopback and not self._on_loopback):
+                continue
+            if not port or port_here == port:
                 port = port_here
                 hosts.append(host)
         if not hosts:

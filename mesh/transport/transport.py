@@ -124,6 +124,7 @@ class Transport:
         self._services.add(SEEN, self._reach.seen)
         self._services.add(DIAL_BACK, self._reach.dial_back)
         self._services.add(PUNCH, self._reach.punch)
+        self._discovery: LocalDiscovery | None = None
         self._sightings: dict[PeerId, tuple[str, ...]] = {}
         self._contacts = Contacts(config.remember)
         self._keeper = Keeper(
@@ -201,6 +202,8 @@ class Transport:
         for link in list(self.links.values()):
             nursery.start_soon(link.check)
         self._keeper.hurry()
+        if self._discovery is not None:
+            self._discovery.network_changed(self.addresses)
 
     async def _find_peers(self, nursery: trio.Nursery) -> None:
         nursery.start_soon(self._keep_gossip)
@@ -213,13 +216,13 @@ class Transport:
         for address in self.config.peers:
             self._keeper.keep_address(address)
         if self.config.mdns:
-            discovery = LocalDiscovery(
+            self._discovery = LocalDiscovery(
                 network=self._trust.network,
                 peer_id=self.peer_id,
                 found=self._found,
                 interfaces=self.config.mdns_interfaces,
             )
-            nursery.start_soon(discovery.run, self.addresses)
+            nursery.start_soon(self._discovery.run, self.addresses)
 
     def _found(self, peer: PeerId, addresses: Sequence[str]) -> None:
         # What answers to mDNS is unproved until the handshake: those who proved it stay longest.

@@ -10,10 +10,13 @@ import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import psutil
 import pytest
 import trio
+from zeroconf import ServiceInfo
 
 from mesh.transport import (
     LinkDown,
@@ -22,6 +25,7 @@ from mesh.transport import (
     LivenessPolicy,
     Transport,
     TransportConfig,
+    mdns,
 )
 from mesh.transport.keeper import MAX_CANDIDATES
 from mesh.transport.netwatch import watch_network
@@ -107,6 +111,67 @@ def test_mdns_finds_own_network_only(network: Any, make_authority: Any, tmp_path
             assert set(a.links) == {b.peer_id}
             assert set(b.links) == {a.peer_id}
             assert not stranger.links
+
+    trio.run(main)
+
+
+def test_mdns_announces_the_network_that_is_there_now(
+    network: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, receive = trio.open_memory_channel[str](16)
+    no_multicast = False
+
+    class Recording:
+        """In zeroconf's place; called in threads."""
+
+        def __init__(self, **_: object) -> None:
+            self.say("fails" if no_multicast else "opens")
+            if no_multicast:
+                raise OSError("no multicast")
+
+        def say(self, what: str) -> None:
+            trio.from_thread.run_sync(send.send_nowait, what)
+
+        def register_service(self, info: ServiceInfo, **_: object) -> None:
+            self.say(" ".join(info.parsed_addresses()))
+
+        def close(self) -> None:
+            self.say("closes")
+
+    def browse(zeroconf: Recording, *_: object, **__: object) -> Any:
+        zeroconf.say("browses")
+        return SimpleNamespace(cancel=lambda: None)
+
+    monkeypatch.setattr(mdns, "Zeroconf", Recording)
+    monkeypatch.setattr(mdns, "ServiceBrowser", browse)
+
+    def have(*hosts: str) -> None:
+        entries = [SimpleNamespace(family=socket.AF_INET, address=host) for host in hosts]
+        monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"all": entries})
+
+    async def heard(*wanted: str) -> None:
+        with trio.fail_after(10):
+            assert [await receive.receive() for _ in wanted] == list(wanted)
+
+    async def main() -> None:
+        nonlocal no_multicast
+        config = TransportConfig(listen=("/ip4/0.0.0.0/udp/0/quic-v1",), mdns=True)
+        have("127.0.0.1")
+        async with network.open("a", config) as a, trio.open_nursery() as nursery:
+            await heard("opens", "browses")
+            have("127.0.0.1", "192.0.2.7")
+            a._network_changed(nursery)
+            await heard("closes", "opens", "192.0.2.7", "browses")
+            a._network_changed(nursery)  # not for mDNS: the addresses are those of before
+            no_multicast = True
+            have("127.0.0.1", "192.0.2.8")
+            a._network_changed(nursery)
+            await heard("closes", "fails")
+            no_multicast = False
+            while a._discovery._complete:  # noqa: ASYNC110
+                await trio.sleep(0.01)
+            a._network_changed(nursery)
+            await heard("opens", "192.0.2.8", "browses")
 
     trio.run(main)
 
