@@ -33,6 +33,7 @@ from mesh.routing.placement.from_view import (
     Facts,
     facts_in,
     heard_wants,
+    names_of,
     newest_of,
     newest_wants,
     want_of,
@@ -336,6 +337,12 @@ class Placing:
                 wanted = known.model_copy(update={"replicas": 0, "publisher": self._me})
             else:
                 wanted = await self.described(name)
+                others = names_of(self._gossip.view, wanted.digest) - {name}
+                if others:
+                    raise ValueError(
+                        f"{name} has the weights of {min(others)}, which the mesh serves or is "
+                        "still letting go of: take that back first, or wait until it is unloaded"
+                    )
                 wanted = wanted.model_copy(
                     update={
                         "replicas": replicas,
@@ -369,7 +376,7 @@ class Placing:
     async def plan_for(self, change: Callable[[Facts], Facts], extra: Wanted | None) -> Plan:
         """The layout after ``change``, and with a model that is not wanted yet."""
         facts = facts_in(self._gossip.view)
-        if extra is not None and all(w.model.digest != extra.digest for w in facts.wants):
+        if extra is not None:
             facts = replace(facts, wants=(*facts.wants, want_of(extra)))
         return await trio.to_thread.run_sync(_arrange, change(facts))
 

@@ -275,6 +275,20 @@ def test_what_was_published_while_the_clock_was_ahead_is_repaired_by_publishing_
     run(main, models=demo_model.path.parent)
 
 
+def test_weights_have_one_name_at_a_time(run, demo_model, tmp_path):
+    same = WANTED.model_copy(update={"digest": demo_model.digest})
+    OwnWants(tmp_path / "wants.json", time.time()).put(same)
+
+    async def main(node):
+        await node.gossip.wait_until(newest_wants)
+        with pytest.raises(ValueError, match="has the weights of m, which"):
+            await node.placing.serve(
+                demo_model.name, replicas=1, max_nodes=None, context=64, sessions=1
+            )
+
+    run(main, models=demo_model.path.parent)
+
+
 WANTED = Wanted(
     name=MODEL.name, digest=MODEL.digest, version=1, publisher="P", layers=MODEL.layers,
     layer_bytes=1, embedding_bytes=0, head_bytes=0, shared_bytes=0, kv_bytes=1, hidden=8,

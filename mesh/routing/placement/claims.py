@@ -73,8 +73,33 @@ def arrange(
     """The layout to have next, given what is claimed. Claims of others than ``machines`` are void.
 
     In any order the same arguments give the same layout; and once it is claimed and loaded, it
-    gives itself again.
+    gives itself again. Of several wants of the same weights the first by name counts.
     """
+    counted: dict[str, Want] = {}
+    for want in in_order(wants):
+        counted.setdefault(want.model.digest, want)
+    plan = _arrange(list(counted.values()), machines, network, claims, margin)
+    planned = {model.want: model for model in plan.models}
+    return Plan(
+        tuple(
+            planned[want] if want in planned else _same_as(counted[want.model.digest], want)
+            for want in in_order(wants)
+        )
+    )
+
+
+def _same_as(other: Want, want: Want) -> ModelPlan:
+    note = f"has the weights of {other.model.name}, which is wanted too: only that is laid out"
+    return ModelPlan(want, (), notes=(note,))
+
+
+def _arrange(
+    wants: Sequence[Want],
+    machines: Sequence[Machine],
+    network: Network,
+    claims: Sequence[Claim],
+    margin: float,
+) -> Plan:
     by_peer = {machine.peer: machine for machine in machines}
     standing = _standing(claims, wants, by_peer)
     avoid = {

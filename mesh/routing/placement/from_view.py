@@ -100,6 +100,18 @@ def wants_in(view: View) -> tuple[Wanted, ...]:
     return tuple(wanted for wanted in newest_wants(view) if wanted.replicas != 0)
 
 
+def names_of(view: View, digest: str) -> frozenset[str]:
+    """Under which weights are wanted, or held by placement still."""
+    wanted = {w.name for w in wants_in(view) if w.digest == digest}
+    held = {
+        h.model
+        for node in view.nodes.values()
+        for h in node.holdings
+        if h.digest == digest and h.claim is not None
+    }
+    return frozenset(wanted | held)
+
+
 def _may_hold(node: NodeView) -> bool:
     # A suspect may be back in a moment: its stages are not given away before it is gone.
     return node.advert.state == "up" and Role.SERVE in node.roles

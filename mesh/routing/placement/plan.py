@@ -69,7 +69,7 @@ def make_plan(
     given: Mapping[str, ModelPlan] = MappingProxyType({}),
     avoid: Mapping[str, frozenset[PeerId]] = MappingProxyType({}),
 ) -> Plan:
-    """The same arguments, in any order, give the same plan.
+    """The same arguments, in any order, give the same plan. Each digest is wanted once.
 
     ``given``, by digest: chains that are there whatever the plan, in memory that is not counted.
     ``avoid``: machines that are to hold nothing (more) of a model.

@@ -112,6 +112,18 @@ def test_any_claims_give_a_sound_layout_which_is_the_same_in_any_order(situation
 
 
 @given(situations())
+@settings(max_examples=60, deadline=None)
+def test_weights_that_are_wanted_under_two_names_are_laid_out_once(situation):
+    wants, machines, claims = situation
+    net = network(machines)
+    again = replace(wants[0], model=replace(MODEL, name="z"), replicas=3)
+    *models, other = arrange([again, *wants], machines, net, claims).models
+    assert tuple(models) == arrange(wants, machines, net, claims).models
+    assert other.want == again and not other.stages
+    assert other.notes == ("has the weights of m, which is wanted too: only that is laid out",)
+
+
+@given(situations())
 @settings(max_examples=120, deadline=None)
 def test_a_layout_that_is_claimed_and_loaded_stays(situation):
     wants, machines, claims = situation

@@ -31,6 +31,7 @@ from mesh.routing.placement.from_view import (
     facts_in,
     machines_in,
     measured_by,
+    names_of,
     network_in,
     newest_wants,
     verdicts_in,
@@ -109,6 +110,20 @@ def test_no_version_wins_for_ever(claimed, minutes):
     assert in_time([ours], now + 0.001) == (ours,)
     view = view_of(A={"wants": (ours,)}, B={"wants": believed})
     assert [w.replicas for w in newest_wants(view)] == [3]
+
+
+def test_weights_have_the_names_under_which_they_are_wanted_or_placed():
+    def held(number, model, claim, digest=DIGEST):
+        return Holding(
+            id=number, model=model, digest=digest, kind="replica", first=0, last=4, layers=4,
+            context_length=64, device="CPU", ready=False, slots=1, queue=1, claim=claim,
+        )  # fmt: skip
+
+    view = view_of(
+        A={"wants": (wanted(3), wanted(3, name="gone", replicas=0))},
+        B={"holdings": (held(1, "drains", 7), held(2, "typed", None), held(3, "x", 1, "ef" * 32))},
+    )
+    assert names_of(view, DIGEST) == {wanted(3).name, "drains"}
 
 
 def test_machines_are_those_that_offer_memory_and_may_serve():
