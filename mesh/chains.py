@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from inference.errors import GenerationError
 from inference.generation import GenerateRequest, TokenEvent
@@ -16,7 +17,7 @@ from mesh.receipts import ModelIdentity, Part
 from mesh.receipts.record import serial_text
 from mesh.relay.activations import Encoding
 from mesh.relay.chain import ChainHead
-from mesh.relay.generator import ChainGenerator, ChainRun
+from mesh.relay.generator import ChainGenerator, ChainRun, Course
 from mesh.relay.ring import Hop
 from mesh.relay.service import Relay
 
@@ -108,7 +109,7 @@ class Chains:
                 slots=self._slots,
                 queue=self._queue,
                 activations=self._activations,
-                changed=self._on_load,
+                changed=self._changed,
             )
         except ValueError as error:
             raise GenerationError("node_lost", f"this chain cannot be: {error}") from error
@@ -121,8 +122,19 @@ class Chains:
         for generator in list(self._generators):
             full = len(self._generators) >= MAX_CHAINS
             if generator.head.idle and (full or not generator.head.whole):
-                generator.head.close()
-                self._generators.remove(generator)
+                self._drop(generator)
+
+    def _drop(self, generator: ChainGenerator) -> None:
+        self._generators.remove(generator)
+        generator.head.close()
+
+    def _changed(self) -> None:
+        # A chain that has failed is not waited for: it would keep the memory of its first stage,
+        # which may have been unloaded.
+        for generator in list(self._generators):
+            if generator.head.idle and generator.head.failed:
+                self._drop(generator)
+        self._on_load()
 
     def _spare(
         self, digest: str, first: int, last: int, unwanted: frozenset[PeerId]
@@ -169,9 +181,11 @@ class StagedRun:
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
         return self._run.generate(request)
 
-    def seconds(self) -> tuple[tuple[str, int, int, float], ...]:
-        """Each stage (peer, first, last) with the seconds it has computed in steps of this one."""
-        return tuple((h.peer, h.first, h.last, spent) for h, spent in self._run.seconds)
+    @property
+    def seconds(self) -> Callable[[], tuple[tuple[str, int, int, float], ...]]:
+        """Tells each stage (peer, first, last) with the seconds it has computed in steps of this
+        one so far. It may be kept for long: it refers to nothing of the chain."""
+        return partial(_seconds, self._run.course)
 
     def parts(self, tokens: tuple[int, int]) -> tuple[Part, ...]:
         # The serial that was noted while the peer was there: it may have gone since.
@@ -190,3 +204,7 @@ class StagedRun:
             )
             for peer, serial, stage, made in shares
         )
+
+
+def _seconds(course: Course) -> tuple[tuple[str, int, int, float], ...]:
+    return tuple((h.peer, h.first, h.last, spent) for h, spent in course.seconds)

@@ -55,8 +55,8 @@ class ChainHead:
 
     ``activations`` other than f32 make less go over the network, and the chain only approximately
     the uncut model; where a stage does not take them they are f32. ``changed`` is called when a
-    session starts or ends. Raises ValueError for a route that is none, or whose first stage is not
-    loaded here.
+    session starts or ends, and when rank 0 is unloaded. Raises ValueError for a route that is none,
+    or whose first stage is not loaded here.
     """
 
     def __init__(
@@ -451,6 +451,7 @@ class ChainHead:
                 self._fail(session, error)
         finally:
             self._entering -= 1
+            self._changed()
 
     # -- losses -------------------------------------------------------------------------------
 
@@ -465,6 +466,7 @@ class ChainHead:
     def on_unload(self, host: StageHost) -> None:
         if host is self._host:
             self._fail_all("node_lost", "the first stage of the chain has been unloaded")
+            self._changed()
 
     def _mended(self, mended: Mended, tried: Collection[int]) -> None:
         """The stages are at a new epoch, and may hold the sessions of these numbers."""

@@ -71,13 +71,11 @@ class ChainGenerator:
         )
 
 
-class ChainRun:
-    """One generation on a chain, and who did what for it."""
+@dataclass(slots=True)
+class Course:
+    """What becomes of one generation. It refers to nothing of the chain, and may outlive it."""
 
-    def __init__(self, chain: ChainGenerator) -> None:
-        self._chain = chain
-        self._session: HeadSession | None = None
-        self._resumed = 0
+    session: HeadSession | None = None  # once it has a place in the chain
 
     @property
     def seconds(self) -> tuple[tuple[Hop, float], ...]:
@@ -85,10 +83,23 @@ class ChainRun:
 
         Steps are shared with other sessions, and counted in full.
         """
-        if self._session is None:
+        if self.session is None:
             return ()
-        route = self._session.routes[-1][1]
-        return tuple(zip(route, self._session.spent, strict=True))
+        route = self.session.routes[-1][1]
+        return tuple(zip(route, self.session.spent, strict=True))
+
+
+class ChainRun:
+    """One generation on a chain, and who did what for it."""
+
+    def __init__(self, chain: ChainGenerator) -> None:
+        self._chain = chain
+        self.course = Course()
+        self._resumed = 0
+
+    @property
+    def seconds(self) -> tuple[tuple[Hop, float], ...]:
+        return self.course.seconds
 
     def shares(self) -> list[StageShare]:
         """Who ran which layers for which output tokens, those that were resumed from left out.
@@ -96,7 +107,7 @@ class ChainRun:
         Each layer of each token occurs once, although a stage that took over has also computed the
         tokens before.
         """
-        session = self._session
+        session = self.course.session
         if session is None:
             return []
         found: list[StageShare] = []
@@ -122,7 +133,7 @@ class ChainRun:
         if reason is not None:
             yield output.end(reason, session, trio.current_time())
             return
-        self._session = session
+        self.course.session = session
         try:
             while True:
                 drawn = await session.get()
