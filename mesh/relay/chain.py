@@ -154,7 +154,7 @@ class ChainHead:
         session.spent = [0.0] * len(self.route)
         if self._failure is not None:
             raise self._failure()
-        if self.waiting >= self._queue:
+        if not self._places.value and self.waiting >= self._queue:
             raise GenerationError(
                 "overloaded", f"{self.waiting} requests wait for this chain", retry_after=1.0
             )

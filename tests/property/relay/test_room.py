@@ -69,6 +69,25 @@ def test_a_queue_is_bounded_and_a_place_is_given_on(toys) -> None:
     toys.run(main)
 
 
+def test_without_a_queue_places_are_given_and_nobody_waits(toys) -> None:
+    async def main() -> None:
+        async with toys.open_world() as world:
+            a = await world.add("a", 0, 4, 4)
+            head = world.head(a, slots=2, queue=0)
+            sessions = [toys.Ask([n], 100).session() for n in range(2)]
+            for session in sessions:
+                await head.start(session)
+            with pytest.raises(GenerationError) as caught:
+                await head.start(toys.Ask([3], 3).session())
+            assert caught.value.code == "overloaded"
+            head.end(sessions[0])
+            assert await toys.collect(head, toys.Ask([3], 3)) == toys.Ask([3], 3).expected(4)
+            head.end(sessions[1])
+            await world.empty()
+
+    toys.run(main)
+
+
 def test_a_client_that_goes_away_at_any_moment_leaves_nothing(toys) -> None:
     async def main() -> None:
         async with toys.open_world(3, delay=0.002) as world:
