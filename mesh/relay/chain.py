@@ -401,6 +401,8 @@ class ChainHead:
             except PeerLost as lost:
                 self._mender.lose(lost.peer)
             except Refusal as refusal:
+                if self._sessions.get(number) is not session:
+                    return  # it has begun anew meanwhile, and asks under its new number
                 if refusal.code == "no_free_blocks":
                     session.starved = True
                     self._unblock()

@@ -485,3 +485,33 @@ def test_room_is_asked_for_again_when_who_gave_it_is_lost_meanwhile(toys) -> Non
             await world.empty()
 
     toys.run(main)
+
+
+def test_a_refusal_of_room_does_not_concern_a_session_that_has_begun_anew(toys) -> None:
+    async def main() -> None:
+        async with toys.open_world() as world:
+            head = await ring(world, kept_bytes=1)
+            stays, *others = [hop.peer for hop in head.route[1:]]
+            asked, go_on = trio.Event(), trio.Event()
+
+            async def leaving(kind: str) -> None:
+                if kind == GROW:
+                    asked.set()
+                    await go_on.wait()
+
+            world.leaving = leaving
+            ask = toys.Ask([1, 2, 3], 400)
+            session = ask.session()
+            await head.start(session)
+            number = session.number
+            with trio.fail_after(10):
+                await asked.wait()
+                world.cut(*others)
+                chain = world.hosts[stays].table.chains[head.ring.id]
+                while number in chain.sessions or not head.active:  # noqa: ASYNC110
+                    await trio.sleep(0.001)
+                go_on.set()  # and no stage knows it by that number
+                assert [(await session.get()).token for _ in range(400)] == ask.expected(8)
+            await world.empty()
+
+    toys.run(main)
