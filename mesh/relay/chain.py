@@ -480,7 +480,7 @@ class ChainHead:
             elif session.routes[-1][1] != self.route:
                 self._note_route(session)
         for session in mended.anew:
-            if not session.ended:
+            if self._sessions.get(session.number) is session:  # or it has given way meanwhile
                 self._begin_anew(session, None)
 
 

@@ -515,3 +515,45 @@ def test_a_refusal_of_room_does_not_concern_a_session_that_has_begun_anew(toys) 
             await world.empty()
 
     toys.run(main)
+
+
+def test_a_session_that_gives_way_during_a_mending_begins_anew_once(toys) -> None:
+    async def main() -> None:
+        async with toys.open_world() as world:
+            first = await world.add("head", 0, 2, 6, kept_bytes=1)
+            short = await world.add("b", 2, 4, 6, blocks=34, kept_bytes=1)
+            lost, _ = [await world.add(name, 4, 6, 6) for name in ("c", "d")]
+            head = world.head(first, short, lost)
+            asks = [toys.Ask([n, n + 1], 400) for n in range(2)]
+            sessions = [ask.session() for ask in asks]
+            for session in sessions:
+                await head.start(session)
+            answers, fenced = 0, trio.Event()
+
+            async def returning(kind: str, peer) -> None:
+                nonlocal answers
+                if (kind, peer) == (GROW, short):
+                    answers += 1
+                    if answers == 2:
+                        await fenced.wait()
+                elif (kind, peer) == (FENCE, short):
+                    fenced.set()
+                    while head.active > 1:  # noqa: ASYNC110
+                        await trio.sleep(0.001)
+
+            async def client(number: int) -> None:
+                tokens = [(await sessions[number].get()).token for _ in range(400)]
+                assert tokens == asks[number].expected(6)
+
+            world.returning = returning
+            with trio.fail_after(10):
+                async with trio.open_nursery() as nursery:
+                    for number in range(2):
+                        nursery.start_soon(client, number)
+                    while any(len(s.tokens) <= s.capacity for s in sessions):  # noqa: ASYNC110
+                        await trio.sleep(0.001)
+                    world.kill(lost)
+            assert fenced.is_set()
+            await world.empty()
+
+    toys.run(main)
