@@ -183,7 +183,7 @@ class SessionTable:
             )
         if (wanted.sampling is not None) != facts.is_last:
             raise Refusal("malformed", "the last stage, and only that, is told how to sample")
-        if wanted.prompt > wanted.capacity or wanted.emit_from >= wanted.capacity:
+        if wanted.prompt > wanted.capacity or wanted.emit_from > wanted.capacity:
             raise Refusal("malformed", "the capacity does not hold what the session has")
         needed = wanted.emit_from + 1 if needs_history(wanted.sampling) else 0
         if len(history) != needed:

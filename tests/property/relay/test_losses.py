@@ -431,6 +431,33 @@ def test_who_waits_for_room_gets_it_when_those_that_run_begin_anew(toys) -> None
     toys.run(main)
 
 
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_stage_is_lost_while_sessions_stand_still_for_lack_of_room(toys, rank: int) -> None:
+    """They have all the tokens that they have room for: the stage that takes over has to see."""
+
+    async def main() -> None:
+        async with toys.open_world() as world:
+            a = await world.add("a", 0, 2, 6)
+            b, _ = [await world.add(name, 2, 4, 6, blocks=34) for name in ("b", "spare-b")]
+            c, _ = [await world.add(name, 4, 6, 6) for name in ("c", "spare-c")]
+            head = world.head(a, b, c)
+            asks = [toys.Ask([n, n + 1], 400) for n in range(2)]
+            sessions = [ask.session() for ask in asks]
+            for session in sessions:
+                await head.start(session)
+            with trio.fail_after(20):
+                while not any(s.starved and len(s.tokens) > s.capacity for s in sessions):
+                    await trio.lowlevel.checkpoint()
+                world.kill(head.route[rank].peer)
+                for ask, session in zip(asks, sessions, strict=True):
+                    tokens = [(await session.get()).token for _ in range(400)]
+                    assert tokens == ask.expected(6)
+                    head.end(session)
+            await world.empty()
+
+    toys.run(main)
+
+
 def test_a_client_that_leaves_while_its_chain_is_mended_costs_no_stage_its_place(toys) -> None:
     async def main() -> None:
         async with toys.open_world() as world:
