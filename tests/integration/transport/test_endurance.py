@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import logging
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -160,7 +161,12 @@ def test_ten_thousand_requests_leave_memory_flat(network: Any) -> None:
     trio.run(main)
 
 
-def test_two_hundred_reconnects_leave_nothing(network: Any) -> None:
+def test_two_hundred_reconnects_leave_nothing(
+    network: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    # What it logs of streams that break is kept by the test runner, and with it all that they saw.
+    caplog.set_level(logging.CRITICAL, logger="libp2p")
+
     async def main() -> None:
         config = TransportConfig(listen=(LOOPBACK,), keep_links=False)
         async with network.open("a", config) as a, network.open("b", config) as b:
@@ -180,7 +186,7 @@ def test_two_hundred_reconnects_leave_nothing(network: Any) -> None:
                 counts = {kind: sum(type(o) is kind for o in objects) for kind in kinds}
                 return counts, trio.lowlevel.current_statistics().tasks_living
 
-            await reconnect(20)
+            await reconnect(100)
             await trio.sleep(4)  # farewells are kept for three seconds
             counts_before, tasks_before = living()
             rss_before = rss()
